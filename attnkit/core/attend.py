@@ -11,7 +11,6 @@ from attnkit.core.check import check_inputs
 from attnkit.core.hidden import HIDING, attend_without_hidden
 from attnkit.core.kernels.base import name_what_has_a_second_derivative
 from attnkit.core.kernels.choose import choose_backend
-from attnkit.core.kernels.recompute import nothing_drawn_on_error
 from attnkit.core.kernels.sdpa import is_torchs_own
 from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
@@ -123,6 +122,8 @@ def attend(
     if torch.compiler.is_compiling() or not (inputs.dropout_p or inputs.normalizer.draws):
         output = kernel(inputs)
     else:
+        from attnkit.core.kernels.recompute import nothing_drawn_on_error
+
         with nothing_drawn_on_error(inputs):
             output = kernel(inputs)
     return output if is_batched else output[0]

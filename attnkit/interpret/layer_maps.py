@@ -17,7 +17,7 @@ from attnkit.interpret.methods.tokens import watch
 from attnkit.interpret.picture import OVERLAY, Panel, Row, Scale, as_picture, draw
 from attnkit.layers.gates.gate import capture_gates
 from attnkit.layers.maps.spatial import SpatialAttention
-from attnkit.lightning.explained import Explained
+from attnkit.lightning.protocols import Explained
 
 ATTENTION = "attention / uniform attention"
 

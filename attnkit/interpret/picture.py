@@ -16,8 +16,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from attnkit.lightning.console import in_picture
 from attnkit.lightning.files import replacing
-from attnkit.lightning.telling.text import in_picture
 
 SEQUENTIAL, DIVERGING, OVERLAY = "inferno", "RdBu_r", "OrRd"
 """Matplotlib's names: even steps to the eye from dark to bright; blue, white at 0, red; white to

@@ -25,11 +25,11 @@ from attnkit.interpret.report.report import duration
 from attnkit.interpret.sentences import captioner_of
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError
 from attnkit.interpret.trust.result import CLASS_SENSITIVITY
+from attnkit.lightning.console import say
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.explained import Explained, by_turns, num_rows
 from attnkit.lightning.files import in_log_folder, replacing
 from attnkit.lightning.loggers import log_picture
-from attnkit.lightning.telling.say import say
+from attnkit.lightning.protocols import Explained, by_turns, num_rows
 
 History = dict[str, list[tuple[float, float]]]
 """For each score, (epoch, value) in order."""

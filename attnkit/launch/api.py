@@ -62,7 +62,7 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
         composer, overrides, _ = _read(words, config_dir, values, multirun=False)
         request = Request.read(composer, overrides)
         mode = request.mode
-        if not mode.work:
+        if not mode.is_run:
             raise UserError(
                 f"run={mode.name}: expected a run that leaves a folder of its own\n"
                 f"  on the command line: attnkit run={mode.name} …"

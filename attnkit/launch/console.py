@@ -18,11 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from attnkit.launch.folder import RESULTS
+from attnkit.lightning.console import cell, say, seconds, visible, with_prefix
+from attnkit.lightning.console import log as _log
 from attnkit.lightning.errors import RunError, UserError
-from attnkit.lightning.telling.numbers import seconds, with_prefix
-from attnkit.lightning.telling.say import log as _log
-from attnkit.lightning.telling.say import say
-from attnkit.lightning.telling.text import cell, visible
 
 if TYPE_CHECKING:
     from attnkit.launch.decide import Job

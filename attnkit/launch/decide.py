@@ -85,9 +85,9 @@ class Request:
     def folder(self, *, sweep: bool = False) -> Path:
         """The folder to write to; not made yet."""
         known = not OmegaConf.is_missing(self.config, "task")
-        task = Path(str(self.config["task"])).name if known else "task"
-        given = self.config.get("run_dir")
-        return folders.plan(given, self.composer.job_name or task, sweep=sweep)
+        task = Path(str(self.config["task"])).name if known else ""
+        name = self.composer.job_name or task or "task"
+        return folders.plan(self.config.get("run_dir"), name, sweep=sweep)
 
     def on(self, path: Path, config: DictConfig) -> "Request":
         """The same with a configuration that was made on top of that of a saved run."""
@@ -144,7 +144,7 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     mode = request.mode
     if run_dir is not None:
         request.config["run_dir"] = literal(str(run_dir))
-        if not mode.in_sweeps:
+        if not (mode.is_run and mode.in_sweeps):
             raise UserError(f"run={mode.name}: not with -m; one configuration at a time")
     if request.config.get("resume") is not None:
         return _resumed(request)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attnkit.launch.signals import raise_received
+from attnkit.lightning.console import visible
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError, first_line
-from attnkit.lightning.telling.text import visible
 
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130

@@ -1,6 +1,6 @@
 """Run folders: where a run writes, what it left there, which one to go on in.
 
-The only writer of config.yaml, of state.json and, beside the callback `ResultsFile`, results.json.
+The only writer of config.yaml, state.json and results.json.
 """
 
 import json

@@ -103,11 +103,16 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
             "which have their own configuration"
         )
     if launcher and launcher.rank:
-        if request.mode.work:  # rank 0 refuses others
+        if request.mode.is_run:  # rank 0 refuses others
             launcher.job = decide(request)
         return 0  # what is done is rank 0's to say
     gc.enable()
-    return named(request.mode.command)(request, launcher)
+    if not request.mode.is_run:
+        return named(request.mode.function)(request, launcher)
+    from attnkit.launch.several import carry_out
+
+    carry_out(decide(request), launcher)
+    return 0
 
 
 def _base(given: str) -> Path:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import lightning
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from attnkit.launch import folder as folders
@@ -22,14 +23,14 @@ from attnkit.launch.config import schema
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.modes import mode_of, named
 from attnkit.launch.parts import fill, module_parts, rehearse
-from attnkit.launch.trainer import make_trainer
+from attnkit.launch.trainer import Elapsed, make_trainer
 from attnkit.lightning._private import report_lost_batches
 from attnkit.lightning.build.build import build
-from attnkit.lightning.described import DescribedData
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers import WandbRun
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.monitors import unlogged
+from attnkit.lightning.protocols import DescribedData
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.warm_start import trained_on, warm_start
 from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
@@ -54,7 +55,7 @@ class Run:
         config: resolved. Nulls of `model` and `module` that the data decides are filled in.
         alone: the checkpoint to test or predict with is all there is; `config` knows no sizes.
         callbacks: names of those that were asked for on the command line.
-        on_ready: what `ready` is to do, with this run; False: others do the work.
+        on_ready: what `ready` is to do, with this run.
     """
 
     data: LightningDataModule
@@ -67,7 +68,7 @@ class Run:
         *,
         alone: bool = False,
         callbacks: Collection[str] = (),
-        on_ready: Callable[[Run], bool] = lambda run: True,
+        on_ready: Callable[[Run], object] = lambda run: None,
     ) -> None:
         self.config = config
         self.mode = mode_of(config["run"])
@@ -90,15 +91,15 @@ class Run:
         if config["ckpt"] is not None:
             checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
 
-    def ready(self) -> bool:
-        """To be called when all is built and nothing is written yet; whether this process does the
-        rest, which is not so where others do the work.
+    def ready(self) -> None:
+        """To be called when all is built and nothing is written yet. It does not return where other
+        processes do the rest.
 
         The seconds of a run count from here, so that those of a sweep's trials compare: only the
         first of them imports, and decodes what all share.
         """
         self._started = time.perf_counter()
-        return self._on_ready(self)
+        self._on_ready(self)
 
     # --- building ---
 
@@ -109,11 +110,13 @@ class Run:
         """
         left_open = set(self._nulls())
         self._follow_weights()
-        self.data = self._new_data()
+        self.make_own_data()
         nodes = [self.config.get(key) or {} for key in schema.FILLED]
         describe = self._describer()
         if describe and not self.alone and any(v is None for n in nodes for v in n.values()):
-            self._rehearse()
+            is_ours = self._module_class().__module__.startswith("attnkit.")  # others may differ
+            if is_ours and self.config.get("model") and not (self.start or self.config["ckpt"]):
+                rehearse(self.config)
             self.data.prepare_data()
             self.data.setup("fit")
             facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
@@ -129,19 +132,11 @@ class Run:
                 if value is None:
                     yield f"{part}.{key}"
 
-    def _rehearse(self) -> None:
-        if not (self.start or self.config["ckpt"]) and self.config.get("model"):
-            node = {"_target_": self.config["module"]["_target_"], "_partial_": True}
-            made = build(node, at="module").func
-            if made.__module__.startswith("attnkit."):  # others may make something else of it
-                rehearse(self.config)
-
     def _describer(self) -> Callable[[], Mapping[str, Any]] | None:
         """The object that describes the data to the model: the data, else the module's class."""
         if isinstance(self.data, DescribedData):
             return self.data.describe
-        node = {"_target_": self.config["module"]["_target_"], "_partial_": True}
-        look = getattr(build(node, at="module").func, "describe_data", None)
+        look = getattr(self._module_class(), "describe_data", None)
         return partial(look, self.data) if look else None
 
     def make_predict_data(self, module: LightningModule) -> LightningDataModule:
@@ -160,8 +155,11 @@ class Run:
 
     def make_own_data(self) -> LightningDataModule:
         """The run's own data; of a trained module, which knows what it was made for."""
-        self.data = self._new_data()
-        return self.data
+        data = build(self.config["data"], at="data")
+        if not isinstance(data, LightningDataModule):
+            raise UserError(f"data: {self.config['data']['_target_']} is not a LightningDataModule")
+        self.data = data
+        return data
 
     def _follow_weights(self) -> None:
         if self.start or self.config["ckpt"]:  # a trained module knows it all
@@ -186,12 +184,6 @@ class Run:
             means = {key: [sum(values) / len(values)] for key, values in means.items()}
         fill(module, means)
 
-    def _new_data(self) -> LightningDataModule:
-        data = build(self.config["data"], at="data")
-        if not isinstance(data, LightningDataModule):
-            raise UserError(f"data: {self.config['data']['_target_']} is not a LightningDataModule")
-        return data
-
     def make_module(self) -> LightningModule:
         """The module; its first weights depend on the seed only, not on what the data has drawn."""
         self._seed()
@@ -215,6 +207,10 @@ class Run:
         """The trainer, with the callbacks and loggers that take part."""
         self.trainer = make_trainer(self.config, self.mode, self._asked)
         return self.trainer
+
+    def _module_class(self) -> Any:
+        node = {"_target_": self.config["module"]["_target_"], "_partial_": True}
+        return build(node, at="module").func
 
     def _new_module(self) -> LightningModule:
         """With those of model, optimizer and scheduler that the configuration has."""
@@ -241,8 +237,7 @@ class Run:
 
     def _loaded_module(self) -> LightningModule:
         """What the checkpoint holds, built as it was saved."""
-        ckpt, target = self.config["ckpt"], self.config["module"]["_target_"]
-        cls = build({"_target_": target, "_partial_": True}, at="module").func
+        ckpt, cls = self.config["ckpt"], self._module_class()
         parameters = inspect.signature(cls).parameters
         held = checkpoints.load(ckpt, mmap=True).get("hyper_parameters", {})
         unknown = [name for name in held if name not in parameters]
@@ -303,39 +298,51 @@ class Run:
         """Do the work; its figures go to results.json, and that it is done to state.json."""
         done = False
         try:
-            figures = self._work()
+            figures: dict[str, float] = self._work()
             done = True
         finally:
             for logger in (getattr(self, "trainer", None) and self.trainer.loggers) or ():
                 if isinstance(logger, WandbRun):
                     logger.close(failed=not done)
-        if figures is None or not self.trainer.is_global_zero:
+        if not self.trainer.is_global_zero:
             return
-        figures["seconds"] = round(self._seconds_before() + time.perf_counter() - self._started, 2)
-        before = folders.load_results(self.folder)
-        folders.save_results(self.folder, {**before, **figures, "num_seeds": 1})
+        self.save(figures)
         progress = {k: figures[k] for k in ("epochs", "steps") if k in figures}
         folders.save_state(self.folder, folders.DONE, ended_by=self.ended_by, **progress)
 
-    def _work(self) -> dict[str, float] | None:
+    def save(self, figures: Mapping[str, float]) -> None:
+        """Add figures to results.json."""
+        if self.trainer.is_global_zero:
+            seconds = round(self._seconds_before() + time.perf_counter() - self._started, 2)
+            known = {**folders.load_results(self.folder), **figures}
+            folders.save_results(self.folder, {**known, "num_seeds": 1, "seconds": seconds})
+
+    def _work(self) -> dict[str, float]:
         try:
-            return named(self.mode.work)(self)
+            return named(self.mode.function)(self)
         except SystemExit:
             if self.trainer.interrupted:  # Lightning's way to answer Ctrl-C
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt from None
             raise
         except (MisconfigurationException, RuntimeError) as error:
-            if about_monitor := unlogged(error):
+            if about_monitor := unlogged(error, self.trainer):
                 raise about_monitor from error
             if not isinstance(error, MisconfigurationException):
                 raise
             raise UserError(f"trainer: {first_line(error)}") from error
 
     def metrics(self) -> dict[str, float]:
-        """The finite metrics that were logged last."""
-        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        return {name: value for name, value in logged.items() if math.isfinite(value)}
+        """What was logged last, and the numbers in the attribute `results` of callbacks.
+
+        What is not finite is left out with a warning, since JSON has no such numbers.
+        """
+        found = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            found |= getattr(callback, "results", {})
+        for name in [name for name, value in found.items() if not math.isfinite(value)]:
+            rank_zero_warn(f"{name} is {found.pop(name)} and left out of {folders.RESULTS}")
+        return found
 
     def _seed(self) -> None:
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
@@ -345,4 +352,5 @@ class Run:
         if self.start is None:
             return 0.0
         states = checkpoints.load(self.start, mmap=True).get("callbacks", {})
-        return float(states.get("ResultsFile", {}).get("seconds", 0.0))
+        elapsed = states.get(Elapsed.__name__, {}).get("time_elapsed", {})
+        return float(elapsed.get("train", 0.0))

@@ -11,13 +11,14 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch import folder as folders
 from attnkit.launch import provenance
 from attnkit.launch.command import command_line, setting
-from attnkit.launch.decide import Job, Request, decide
+from attnkit.launch.decide import Job
 from attnkit.launch.errors import INTERRUPTED, Interrupted, OutOfMemory
 from attnkit.launch.processes import start_ranks
 from attnkit.launch.processes.locks import holder, locked
@@ -44,12 +45,6 @@ _BATCHES = (
     "overfit_batches",
     "val_check_interval",
 )
-
-
-def command(request: Request, launcher: Launcher | None = None) -> int:
-    """Decide and carry out a command line; returns the exit code."""
-    carry_out(decide(request), launcher)
-    return 0
 
 
 def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
@@ -161,33 +156,31 @@ def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run
         folders.save_config(folder, config)
 
 
+class _InRanks(Exception):
+    """Processes of their own are to carry out a run that was built in this one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
+
+
 def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run | None:
     """One attempt at a run, in this process or in ranks of its own."""
     from attnkit.launch.run import Run
-    from attnkit.lightning._private import starts_processes
-
-    folder = Path(config["run_dir"])
-    ranks: list[int] = []
-
-    def on_ready(run: Run) -> bool:
-        _check_processes(run, launcher)
-        _write_down(job, run)
-        if starts_processes(run.trainer):  # which must not start from this one
-            ranks.append(run.trainer.num_devices)
-        elif launcher:
-            launcher.tell(run_dir=str(folder), log=str(job.folder))
-        return not ranks
 
     run: Run | None = None
     try:
-        run = Run(config, alone=job.alone, callbacks=job.callbacks, on_ready=on_ready)
-        raise_received()
-        run.carry_out()
-        if not ranks:
+        begin = partial(_begin, job, launcher)
+        try:
+            run = Run(config, alone=job.alone, callbacks=job.callbacks, on_ready=begin)
+            raise_received()
+            run.carry_out()
             return run
+        except _InRanks as ranks:
+            count = ranks.count
         run = None  # the ranks have a model and data of their own
-        given = {"run_dir": str(folder), "log": str(job.folder), "alone": job.alone}
-        start_ranks.start({**given, "allow": job.allow, "path": job.paths}, ranks[0])
+        given = {"run_dir": config["run_dir"], "log": str(job.folder), "alone": job.alone}
+        start_ranks.start({**given, "allow": job.allow, "path": job.paths}, count)
         return None
     except (KeyboardInterrupt, StoppedBySignal) as error:
         if not job.begun:
@@ -203,7 +196,11 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run |
         raise Interrupted(f"{by}{after}", f"; to go on: {go_on}", code) from None
 
 
-def _check_processes(run: Run, launcher: Launcher | None) -> None:
+def _begin(job: Job, launcher: Launcher | None, run: Run) -> None:
+    """Write and print what runs, once all its objects are built."""
+    from attnkit.launch import console
+    from attnkit.lightning._private import starts_processes
+
     trainer = run.trainer
     if launcher:
         launcher.check(trainer)
@@ -212,12 +209,6 @@ def _check_processes(run: Run, launcher: Launcher | None) -> None:
             f"trainer.num_nodes: {trainer.num_nodes}, but nothing has started the processes "
             "on the other nodes\n  use srun or torchrun"
         )
-
-
-def _write_down(job: Job, run: Run) -> None:
-    """Write and print what runs, once all objects are built."""
-    from attnkit.launch import console
-
     if not job.begun:
         folders.save_config(job.folder, job.config)
         folders.save_state(job.folder, folders.RUNNING)
@@ -227,11 +218,15 @@ def _write_down(job: Job, run: Run) -> None:
     folders.save_config(run.folder, run.config)
     folders.save_state(run.folder, folders.RUNNING)
     if not job.begun:
-        provenance.started(job.folder, job.command, run.trainer, run.from_data)
+        provenance.started(job.folder, job.command, trainer, run.from_data)
         console.header(job, run)
     if run.start:
         console.say(f"from {run.start}: {run.newest.why}")
     job.begun = True
+    if starts_processes(trainer):  # which must not start from this one
+        raise _InRanks(trainer.num_devices)
+    if launcher:
+        launcher.tell(run_dir=str(run.folder), log=str(job.folder))
 
 
 def _is_over(config: dict[str, Any], changes: Sequence[str]) -> bool:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer, WeightAveraging
 from lightning.pytorch.loggers import Logger
 
 from attnkit.launch.modes import Mode
 from attnkit.launch.signals import raise_received
 from attnkit.lightning._private import replace_signal_handling, set_timeout
 from attnkit.lightning.build.build import build
+from attnkit.lightning.callbacks.accumulation import ExactAccumulation
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.monitors import MonitorsInSanityCheck
 
@@ -27,6 +28,10 @@ _HOOKS = {
     "test": ("on_test_",),
     "predict": ("on_predict_", "write_on_"),
 }
+
+
+class Elapsed(Timer):
+    """Lightning's timer under a name of its own: a checkpoint has the time until it was written."""
 
 
 def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] = ()) -> Trainer:
@@ -60,7 +65,9 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
     elif shown is None:
         shown = any(isinstance(callback, ProgressBar) for callback in callbacks)
     if mode.trains:
-        callbacks.append(MonitorsInSanityCheck())
+        callbacks += [MonitorsInSanityCheck(), Elapsed()]
+        if "accumulation" not in (config.get("callbacks") or {"accumulation": None}):
+            callbacks.insert(0, ExactAccumulation())  # before others look at the gradients
     loggers = _built(Logger, "logger", config["logger"] if "logger" in mode.uses else {})
     try:
         trainer = Trainer(

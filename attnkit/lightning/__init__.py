@@ -13,32 +13,30 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.accumulation import ExactAccumulation
     from attnkit.lightning.callbacks.cached_features import CachedFeatures
     from attnkit.lightning.callbacks.class_report import ClassReport
-    from attnkit.lightning.callbacks.cost import Cost
     from attnkit.lightning.callbacks.ema import EMA
+    from attnkit.lightning.callbacks.epochs import DataSummary, EpochLines
     from attnkit.lightning.callbacks.finite import FiniteLoss
     from attnkit.lightning.callbacks.kernel_record import KernelRecord
     from attnkit.lightning.callbacks.learning_curves import LearningCurves
+    from attnkit.lightning.callbacks.meter import Cost, Meter, StepMetrics, Throughput
     from attnkit.lightning.callbacks.predictions import PredictionsFile
     from attnkit.lightning.callbacks.progress import Progress
     from attnkit.lightning.callbacks.pruning import Pruning
     from attnkit.lightning.callbacks.results_file import ResultsFile
-    from attnkit.lightning.callbacks.throughput import Throughput
-    from attnkit.lightning.described import DescribedData
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
-    from attnkit.lightning.explained import Explained
     from attnkit.lightning.export.export import Export
     from attnkit.lightning.export.program import Program
     from attnkit.lightning.loggers import MetricsCSV, TensorBoard, WandbRun
     from attnkit.lightning.modules.classification import ClassificationModule
     from attnkit.lightning.modules.module import TaskModule
-    from attnkit.lightning.modules.optim import muon
-    from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
+    from attnkit.lightning.modules.optim import muon, parameter_groups, scale_learning_rates
     from attnkit.lightning.modules.schedules import (
         Plateau,
         warmup_cosine,
         warmup_polynomial,
         warmup_step,
     )
+    from attnkit.lightning.protocols import DescribedData, Explained
     from attnkit.lightning.resume.best_and_last import BestCheckpoint, LastCheckpoint
     from attnkit.lightning.resume.checkpoints import (
         CheckpointError,
@@ -49,8 +47,5 @@ if TYPE_CHECKING:
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
     from attnkit.lightning.resume.warm_start import warm_start
-    from attnkit.lightning.telling.epochs import EpochLines
-    from attnkit.lightning.telling.found import DataSummary
-    from attnkit.lightning.telling.steps import StepMetrics
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -1,15 +1,47 @@
 """The errors whose messages are meant for the person at the command line."""
 
 import signal
+from collections.abc import Mapping
+from typing import Any
 
 
 class UserError(Exception):
     """A mistake that the user can correct: a wrong key, a missing folder, an unreadable file.
 
-    The message is complete: it names the argument or path, what was given and what was
-    expected, in at most three lines. The command line prints it without a traceback and exits
-    with code 2; in a script it is an ordinary exception, with the cause chained.
+    The text is complete: it names the argument or path, what was given and what was expected, in
+    at most three lines. The command line prints it without a traceback and exits with code 2; in a
+    script it is an ordinary exception, with the cause chained.
+
+    Args:
+        message: what is wrong and what to do; with `expected`, what follows what was given.
+        key: the key of the configuration or the argument, with which the text begins.
+        expected: what would be right: then the text says what was given, too.
+        given: what was given in its place.
+        where: where it was written: an override, or a file and its line. It ends the text.
+
+    All but the message are attributes.
     """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str = "",
+        expected: str = "",
+        given: Any = None,
+        where: str = "",
+    ) -> None:
+        if expected:
+            message = f"expected {expected}, got {_shown(given)}{message}"
+        text = f"{key}: {message}" if key else message
+        super().__init__(f"{text}\n  in {where}" if where else text)
+        self.key, self.expected, self.given, self.where = key, expected, given, where
+
+
+def _shown(value: Any) -> str:
+    kind = "mapping" if isinstance(value, Mapping) else type(value).__name__
+    text = "{" + ", ".join(map(str, value)) + "}" if isinstance(value, Mapping) else repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '…'} ({kind})"
 
 
 class RunError(Exception):

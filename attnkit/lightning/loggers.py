@@ -23,7 +23,7 @@ from attnkit.lightning._private import ExperimentWriter, wandb_arguments
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import write_csv, write_text
 
-STEP = "step/"  # what `StepMetrics` logs
+STEP = "step/"  # what `Meter` logs
 _ID = Path("wandb", "id")  # in the run folder
 
 
@@ -56,7 +56,7 @@ class MetricsCSV(CSVLogger):
     """A CSV file with a row for each epoch, and one for the steps between.
 
     `metrics.csv` has a row for each epoch, training and validation side by side, and one for the
-    test; a validation within an epoch has a row of its own. `steps.csv` has what `StepMetrics`
+    test; a validation within an epoch has a row of its own. `steps.csv` has what `Meter`
     logs: columns epoch, step, loss, lr, grad_norm, samples_per_second. Epochs count from 1, and
     `step` is the number of steps that were done. Otherwise it is Lightning's `CSVLogger`, except
     that rows written before stay when a run is resumed.

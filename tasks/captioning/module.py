@@ -10,7 +10,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
 from attnkit.lightning import TaskModule
-from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import mean_of_losses
 from attnkit.lightning.modules.monitors import (
@@ -18,6 +17,7 @@ from attnkit.lightning.modules.monitors import (
     check_monitors,
     validates_as_known,
 )
+from attnkit.lightning.protocols import Explained
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioning.captioner import Captioner
 from attnkit.models.captioning.generate import Sentences, checked_options

@@ -16,8 +16,8 @@ from torchvision.transforms import v2
 
 from attnkit.core.arguments import at_least, share
 from attnkit.lightning import ClassificationModule
-from attnkit.lightning.explained import Explained
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
+from attnkit.lightning.protocols import Explained
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
 from attnkit.tasks.images.sizes import Size, sides

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from attnkit.lightning.console import say
 from attnkit.lightning.errors import first_line
-from attnkit.lightning.telling.say import say
 from attnkit.tasks.images.keys import keys_of
 from attnkit.tasks.images.sizes import Fit, Size, sides
 

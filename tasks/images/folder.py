@@ -11,8 +11,8 @@ from pathlib import Path
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from PIL import Image
 
+from attnkit.lightning.console import say as tell
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.telling.say import say as tell
 from attnkit.tasks.images.decode import header_size
 
 # As in Hugging Face's data sets, in small and capital letters.

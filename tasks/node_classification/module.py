@@ -19,9 +19,9 @@ from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.lightning import ClassificationModule, UserError
-from attnkit.lightning.explained import Explained
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
+from attnkit.lightning.protocols import Explained
 from attnkit.tasks.node_classification.checks import CARRIED
 from attnkit.tasks.node_classification.layerwise import layerwise
 from attnkit.tasks.node_classification.parts import GraphPart, sampled_field

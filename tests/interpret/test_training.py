@@ -21,7 +21,7 @@ import attnkit
 from attnkit import Interpret
 from attnkit.interpret import training
 from attnkit.lightning import MetricsCSV, UserError
-from attnkit.lightning.explained import Explained
+from attnkit.lightning.protocols import Explained
 from attnkit.models.captioning.word_decoder import END, PAD
 
 

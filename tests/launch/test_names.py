@@ -30,9 +30,8 @@ from attnkit.launch.errors import fail
 from attnkit.launch.processes.python import command_of, print_anything
 from attnkit.launch.sweep.record import read_sweep
 from attnkit.lightning import UserError
+from attnkit.lightning.console import cell, in_line, say, visible
 from attnkit.lightning.files import write_csv, write_text
-from attnkit.lightning.telling.say import say
-from attnkit.lightning.telling.text import cell, in_line, visible
 
 # Names that people give files, folders and classes, and that nothing may change.
 NAMES = (
@@ -129,7 +128,7 @@ def unseen(text):
 
 def test_nothing_in_a_name_reaches_a_terminal_or_a_log(tmp_path, monkeypatch):
     screen, errors = io.StringIO(), io.StringIO()
-    monkeypatch.setattr("attnkit.lightning.telling.say.get_console", lambda: Console(file=screen))
+    monkeypatch.setattr("rich.get_console", lambda: Console(file=screen))
     monkeypatch.setattr(sys, "stderr", errors)
     # pytest keeps what is logged, and its workers cannot send names that are not UTF-8
     for name in (None, "attnkit", "attnkit.run"):

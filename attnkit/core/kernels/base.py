@@ -1,6 +1,8 @@
 """The base of all kernels: what each can serve, when it is worthwhile, and its computation."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,8 @@ from attnkit.core.scores.kinds import ScaledDot
 TRACED_PARTS = 16
 """About how many parts of its work a kernel does one after the other in a program of torch.compile,
 which holds the operators of each part."""
+
+_IS_COUNTED = ContextVar("_IS_COUNTED", default=False)
 
 
 class Backend:
@@ -270,3 +274,18 @@ def refuse_second_derivative(backend: str, *tensors: Tensor | None) -> None:
             f"the backend {backend!r} has no second derivative (create_graph=True); "
             "backend='reference' has"
         )
+
+
+@contextmanager
+def by_operators() -> Iterator[None]:
+    """In the block torch's operators compute edges, which torch can count as it cannot others."""
+    token = _IS_COUNTED.set(True)
+    try:
+        yield
+    finally:
+        _IS_COUNTED.reset(token)
+
+
+def computes_by_operators() -> bool:
+    """Whether this is such a block."""
+    return _IS_COUNTED.get()

@@ -3,28 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
-from attnkit.core.kernels.block_sparse import BlockSparse
-from attnkit.core.kernels.blockwise import Blockwise
-from attnkit.core.kernels.delta_rule import DeltaRuleKernel
-from attnkit.core.kernels.edges.edges import EdgesKernel
-from attnkit.core.kernels.edges.numba import NumbaEdgesKernel
-from attnkit.core.kernels.edges.triton import TritonEdgesKernel
-from attnkit.core.kernels.flex import Flex
-from attnkit.core.kernels.hard import HardKernel
-from attnkit.core.kernels.linear import LinearKernel
-from attnkit.core.kernels.reference import Reference
-from attnkit.core.kernels.sdpa import Cudnn, Efficient, Flash, Math
-from attnkit.core.kernels.varlen import VarlenKernel
 from attnkit.core.masks.base import Mask
+from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import has_values
 from attnkit.core.masks.plan import BlockCounts, QueryBlocks
+from attnkit.core.normalizers import DeltaRule, Hard, Linear, Normalizer, Softmax
 
 PLANNED = 64  # queries and keys of the blocks that an explanation counts
 
@@ -33,36 +25,79 @@ class UnsupportedError(ValueError):
     """The requested backend cannot compute this attention; the message gives every reason."""
 
 
-BACKENDS: tuple[Backend, ...] = (
-    TritonEdgesKernel(),
-    NumbaEdgesKernel(),
-    EdgesKernel(),
-    VarlenKernel(),
-    BlockSparse(),
-    Flex(),
-    Cudnn(),
-    Flash(),
-    Efficient(),
-    LinearKernel(),
-    DeltaRuleKernel(),
-    Blockwise(),
-    HardKernel(),
-    Math(),
-    Reference(),
-)
+@dataclass(eq=False)
+class Place:
+    """Where a kernel is, and for which inputs its module is loaded.
+
+    Args:
+        home: the module, below this package, and the class.
+        mask: the kind of mask without which "auto" never takes it; None: it needs no mask.
+        normalizer: the kind without which it serves nothing.
+        kernel: the kernel once it is loaded.
+    """
+
+    home: str
+    mask: type[Mask] | None = None
+    normalizer: type[Normalizer] = Softmax
+    kernel: Backend | None = None
+
+    def may_serve(self, inputs: Inputs) -> bool:
+        """Whether it is worthwhile to ask the kernel; "auto" would not take it otherwise."""
+        is_masked = self.mask is None or isinstance(inputs.mask, self.mask)
+        return is_masked and isinstance(inputs.normalizer, self.normalizer)
+
+
+PLACES = {
+    "edges_triton": Place("edges.triton.TritonEdgesKernel", mask=Edges),
+    "edges_numba": Place("edges.numba.NumbaEdgesKernel", mask=Edges),
+    "edges": Place("edges.edges.EdgesKernel", mask=Edges),
+    "varlen": Place("varlen.VarlenKernel", mask=Mask),
+    "block_sparse": Place("block_sparse.BlockSparse", mask=Mask),
+    "flex": Place("flex.Flex", mask=Mask),
+    "cudnn": Place("sdpa.Cudnn"),
+    "flash": Place("sdpa.Flash"),
+    "efficient": Place("sdpa.Efficient"),
+    "linear": Place("linear.LinearKernel", normalizer=Linear),
+    "delta_rule": Place("delta_rule.DeltaRuleKernel", normalizer=DeltaRule),
+    "blockwise": Place("blockwise.Blockwise"),
+    "hard": Place("hard.HardKernel", normalizer=Hard),
+    "math": Place("sdpa.Math"),
+    "reference": Place("reference.Reference", normalizer=Normalizer),
+}
 """The kernels in order of preference; those that read a mask's own structure come first."""
 
-_WITHOUT_MASK = tuple(backend for backend in BACKENDS if not backend.needs_mask)
-_BY_NAME = {backend.name: backend for backend in BACKENDS}
+BACKENDS: tuple[Backend, ...]
+"""The kernels themselves in that order. They are loaded when this is read."""
+
+
+def __getattr__(name: str) -> tuple[Backend, ...]:
+    if name != "BACKENDS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return tuple(map(_kernel, PLACES))
+
+
+def _kernel(name: str) -> Backend:
+    _load(name)
+    kernel = PLACES[name].kernel
+    assert kernel is not None
+    return kernel
+
+
+@torch.compiler.assume_constant_result  # it runs while torch.compile traces, and is not traced
+def _load(name: str) -> None:
+    place = PLACES[name]
+    if place.kernel is None:
+        module, _, kind = place.home.rpartition(".")
+        place.kernel = getattr(import_module(f"{__package__}.{module}"), kind)()
 
 
 def named_backend(name: str) -> Backend | None:
     """The backend of that name, None for "auto"; ValueError lists the names there are."""
     if name == "auto":
         return None
-    if name not in _BY_NAME:
-        raise ValueError(f"backend: expected 'auto' or one of {', '.join(_BY_NAME)}, got {name!r}")
-    return _BY_NAME[name]
+    if name not in PLACES:
+        raise ValueError(f"backend: expected 'auto' or one of {', '.join(PLACES)}, got {name!r}")
+    return _kernel(name)
 
 
 def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
@@ -72,10 +107,12 @@ def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
     """
     backend = named_backend(name)
     if backend is None:
-        for backend in _WITHOUT_MASK if inputs.mask is None else BACKENDS:
-            if backend.serves(inputs) and backend.pays(inputs):
-                return backend
-        why = dict.fromkeys(reason for b in BACKENDS for reason in b.unsupported_reasons(inputs))
+        for place_name, place in PLACES.items():
+            if place.may_serve(inputs):
+                backend = _kernel(place_name)
+                if backend.serves(inputs) and backend.pays(inputs):
+                    return backend
+        why = dict.fromkeys(reason for reasons in _reasons(inputs).values() for reason in reasons)
         raise UnsupportedError(f"no backend can serve this attention: {'; '.join(why)}")
     if not backend.serves(inputs):
         reasons = backend.unsupported_reasons(inputs)
@@ -127,7 +164,7 @@ def explain_backends(
         print(attnkit.explain_backends(query, key, value, mask=attnkit.Causal(), dropout_p=0.1))
     """
     inputs = check_inputs(query, key, value, **options)
-    reasons = {kernel.name: list(kernel.unsupported_reasons(inputs)) for kernel in BACKENDS}
+    reasons = _reasons(inputs)
     try:
         chosen = choose_backend(inputs).name
     except UnsupportedError:
@@ -136,6 +173,10 @@ def explain_backends(
     if inputs.mask is not None and has_values(inputs.query.device):
         count = partial(_count, inputs.mask, inputs.num_queries, inputs.num_keys)
     return Explanation(reasons, chosen, count)
+
+
+def _reasons(inputs: Inputs) -> dict[str, list[str]]:
+    return {name: list(_kernel(name).unsupported_reasons(inputs)) for name in PLACES}
 
 
 def _count(mask: Mask, num_queries: int, num_keys: int) -> BlockCounts:

@@ -1,10 +1,17 @@
 """Masks: where a query may look. **True = may look**, here and everywhere in attnkit."""
 
-from attnkit.core.masks.base import And, Dense, Mask, Not, Or, as_mask
-from attnkit.core.masks.edges import EdgeFeatures, Edges
-from attnkit.core.masks.grids import Blocks, Window2d
-from attnkit.core.masks.plan import BlockCounts, Plan, QueryBlocks
-from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
+from typing import TYPE_CHECKING
+
+from attnkit.core.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnkit.core.masks.base import And, Dense, Mask, Not, Or, as_mask
+    from attnkit.core.masks.edges import EdgeFeatures, Edges
+    from attnkit.core.masks.grids import Blocks, Window2d
+    from attnkit.core.masks.plan import BlockCounts, Plan, QueryBlocks
+    from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "And",

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit.core.scores.additive  # noqa: F401  registers its operator
 from attnkit.core.contexts import dispatch_flags_kept, shared, uncompiled
-from attnkit.core.kernels.edges.edges import by_operators
+from attnkit.core.kernels.base import by_operators
 from attnkit.core.running import undisturbed
 
 

@@ -1,14 +1,21 @@
 """Position encodings: added to tokens, applied to queries and keys, or added to scores."""
 
-from attnkit.core.positions.absolute import (
-    FactorizedPositions2d,
-    LearnedPositions1d,
-    LearnedPositions2d,
-    sincos_1d,
-    sincos_2d,
-)
-from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
-from attnkit.core.positions.rotary import Rotary1d, Rotary2d, Rotation
+from typing import TYPE_CHECKING
+
+from attnkit.core.lazy import lazy
+
+if TYPE_CHECKING:
+    from attnkit.core.positions.absolute import (
+        FactorizedPositions2d,
+        LearnedPositions1d,
+        LearnedPositions2d,
+        sincos_1d,
+        sincos_2d,
+    )
+    from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
+    from attnkit.core.positions.rotary import Rotary1d, Rotary2d, Rotation
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "ALiBi",

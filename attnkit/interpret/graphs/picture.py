@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnkit.interpret.graphs.fidelity import EdgeFidelity
 from attnkit.interpret.graphs.question import steps_to
-from attnkit.lightning.telling.text import in_picture
+from attnkit.lightning.console import in_picture
 
 MOST_RANKED, MOST_EDGES = 24, 120
 LEAST = 1e-4  # of the largest number: what is less may be rounding, whose sign says nothing

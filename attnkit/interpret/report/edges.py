@@ -24,7 +24,7 @@ from attnkit.interpret.graphs.picture import (
 )
 from attnkit.interpret.report.findings import Judged
 from attnkit.interpret.report.page import Section, short
-from attnkit.lightning.explained import Explained
+from attnkit.lightning.protocols import Explained
 
 _ROWS = 10
 _COLOURS = {FOR: "mark", AGAINST: "accent", OTHER: "other", SOFT: "soft", INK: "ink"}

@@ -9,8 +9,8 @@ import numpy as np
 from rich.table import Table
 
 from attnkit.interpret.report.page import Section
+from attnkit.lightning.console import cell
 from attnkit.lightning.files import replacing, write_csv
-from attnkit.lightning.telling.text import cell
 
 SCORES, MAPS, PAGE = "scores.csv", "maps.npz", "explain.html"
 MOST_SAID = 5

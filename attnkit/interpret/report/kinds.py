@@ -15,7 +15,7 @@ from attnkit.interpret.report.maps import image_sections, over_chance, word_sect
 from attnkit.interpret.report.page import Section
 from attnkit.interpret.trust.judge import spearman
 from attnkit.interpret.trust.result import SENSITIVE, SURVIVING
-from attnkit.lightning.explained import Explained
+from attnkit.lightning.protocols import Explained
 
 _NO_NODES = "are explained image by image; leave it out"
 _KINDS_OF_GAP = {"mask": "gap in p, tokens masked", "mean": "gap in p, mean colour"}

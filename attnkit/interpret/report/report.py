@@ -26,7 +26,7 @@ from attnkit.interpret.report.kinds import KINDS, arrays_of
 from attnkit.interpret.report.page import picture_section, write_page
 from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS
 from attnkit.interpret.trust.words import ORDERS, word_counts
-from attnkit.lightning.explained import Explained
+from attnkit.lightning.protocols import Explained
 
 LAYERS = "layers.png"
 MOST_IMAGES = 64

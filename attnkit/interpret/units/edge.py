@@ -23,7 +23,7 @@ from attnkit.interpret.graphs.question import GraphQuestion, steps_to
 from attnkit.interpret.methods.question import looking
 from attnkit.interpret.text_table import text_table
 from attnkit.interpret.units.unit import Unit
-from attnkit.lightning.telling.text import in_picture
+from attnkit.lightning.console import in_picture
 
 if TYPE_CHECKING:
     from attnkit.interpret.explanation import Explanation

@@ -20,9 +20,11 @@ __all__ = [
     "ConfigLoaderImpl",
     "Hydra",
     "absent_group",
+    "absent_name",
     "check_hydra",
     "create_config_search_path",
     "note_overrides",
+    "told",
 ]
 
 _LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
@@ -65,15 +67,36 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
             )
 
 
+# --- what Hydra 1.3 and OmegaConf 2.3 say in English alone ----------------------------------------
+
+
 def absent_group(error: Exception) -> str:
     """The group of an override that matches no line of the defaults lists; empty for other errors.
 
-    Hydra 1.3 has no type for it, only this sentence.
+    The sentence is that of Hydra's issue 620.
     """
     found = re.match(
         r"Could not override '([^'@]+)\S*'\. No match in the defaults list", str(error)
     )
     return found[1] if found else ""
+
+
+def absent_name(error: Exception) -> str:
+    """The NAME of a `${NAME}` that leads to nothing (OmegaConf's issue 1126); empty otherwise."""
+    found = re.search(r"Interpolation key '([^']+)' not found", str(error))
+    return found[1] if found else ""
+
+
+def told(error: BaseException) -> tuple[str, list[str]]:
+    """The file that an error of Hydra's names, such as `task/mine`, if any; and what it says."""
+    text = str(error) if str(error) != "None" else str(error.__cause__)
+    found = re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?", text)
+    lines = text[found.end() if found else 0 :].splitlines()
+    noise = re.compile(r"\s*(full_key:\s*$|object_type=)")
+    return found[1] if found else "", [line for line in lines if not (found and noise.match(line))]
+
+
+# --------------------------------------------------------------------------------------------------
 
 
 def note_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:

@@ -40,9 +40,11 @@ from attnkit.launch.config._hydra import (
     ConfigLoaderImpl,
     Hydra,
     absent_group,
+    absent_name,
     check_hydra,
     create_config_search_path,
     note_overrides,
+    told,
 )
 from attnkit.launch.config.groups import CONFIG_NAME, folders, groups
 from attnkit.launch.config.sources import Origins, Source, short
@@ -237,11 +239,10 @@ class Composer:
             values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         except MissingMandatoryValue as error:
             key = str(getattr(error, "full_key", "") or "")
-            where = origins.written(key)
-            message = f"{key}: a value is needed: {key}=…" + (f"\n  in {where}" if where else "")
-            raise UserError(message) from error
+            message = f"a value is needed: {key}=…"
+            raise UserError(message, key=key, where=origins.written(key)) from error
         except OmegaConfBaseException as error:
-            raise UserError(_interpolation(error, config, origins)) from error
+            raise _interpolation(error, config, origins) from error
         assert isinstance(values, dict)
         return {str(k): v for k, v in values.items()}
 
@@ -274,22 +275,16 @@ class Composer:
                 raise UserError(f"{where}: expected a mapping") from error
             raise UserError(f"{error.filename!s}: {error.strerror}") from error
         except (HydraException, OmegaConfBaseException) as error:
-            text = str(error) if str(error) != "None" else str(error.__cause__)
-            if text in ("str", "None") or ":" not in text:
+            file, lines = told(error)
+            if file:
+                paths = [folder / f"{file}.yaml" for folder in reversed(self.folders())]
+                where = short(next(filter(Path.is_file, paths), paths[0]))
+            elif lines in (["str"], ["None"]) or ":" not in "".join(lines):
                 where = self._broken_file() or " ".join(overrides)
-                text = f"{where}: {_one_line(error.__cause__ or error)}"
-            raise UserError(self._in_file(text)) from error
-
-    def _in_file(self, text: str) -> str:
-        """Hydra's `In 'task/mine': SomeError raised while composing config: …`, in short."""
-        found = re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?", text)
-        if not found:
-            return _one_line(text, 3)
-        paths = [folder / f"{found[1]}.yaml" for folder in reversed(self.folders())]
-        path = next(filter(Path.is_file, paths), paths[0])
-        rest = text[found.end() :].splitlines()
-        lines = [line for line in rest if not re.match(r"\s*(full_key:\s*$|object_type=)", line)]
-        return f"{short(path)}: {_one_line(chr(10).join(lines), 3)}"
+                lines = str(error.__cause__ or error).splitlines()[:1]
+            else:
+                where = ""
+            raise UserError(_one_line("\n".join(lines), 3), key=where) from error
 
     def _broken_file(self) -> str:
         """The first of her files that is not a configuration by itself."""
@@ -374,17 +369,19 @@ def _unreadable(text: str, error: Exception) -> str:
     return f"{text}: this value can't be read: {reason}\n  quote it: '{_key(text)}=\"…\"'"
 
 
-def _interpolation(error: OmegaConfBaseException, config: DictConfig, origins: Origins) -> str:
+def _interpolation(
+    error: OmegaConfBaseException, config: DictConfig, origins: Origins
+) -> UserError:
     key = str(getattr(error, "full_key", "") or "")
-    where = origins.of(key)
-    tail = f"\n  in {where}" if where else ""
-    name = re.search(r"Interpolation key '([^']+)' not found", str(error))
+    name = absent_name(error)
     if isinstance(error, InterpolationKeyError) and name:
-        hint = nearest(f"${{{name[1]}}}", (f"${{{one}}}" for one in _keys(config)))
-        return f"{key}: ${{{name[1]}}} names no key{hint}{tail}"
-    if isinstance(error, GrammarParseError | InterpolationResolutionError):
-        return f"{key or 'interpolation'}: {_one_line(error)}{tail}"
-    return f"{key}: {_one_line(error)}{tail}" if key else _one_line(error, 2)
+        hint = nearest(f"${{{name}}}", (f"${{{one}}}" for one in _keys(config)))
+        message = f"${{{name}}} names no key{hint}"
+    elif isinstance(error, GrammarParseError | InterpolationResolutionError):
+        message, key = _one_line(error), key or "interpolation"
+    else:
+        message = _one_line(error, 1 if key else 2)
+    return UserError(message, key=key, where=origins.of(key) if key else "")
 
 
 def _keys(config: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -50,8 +50,7 @@ class Consent:
                 and not signatures.source_of(package)
             ):
                 continue  # there is no such package, which validate() says better
-            where = origins.of(key) if origins else ""
-            raise UserError(f"{key}: {problem}" + (f"\n  in {where}" if where else ""))
+            raise UserError(problem, key=key, where=origins.of(key) if origins else "")
         return tuple(named)
 
     def _holds(self, package: str) -> bool:

@@ -4,6 +4,7 @@ The dataclass is read like any other constructor (signatures.py), so that there 
 form of message for `seed=abc` and for `model.depth=abc`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -139,16 +140,22 @@ UNUSED = {
     "barebones": "it leaves out callbacks and checkpoints; to measure a step: run=bench",
 }
 
-# Numbers that lightning.Trainer takes without a look, and fails on later or ignores.
-AT_LEAST = {
-    "accumulate_grad_batches": 1,
-    "check_val_every_n_epoch": 1,
-    "gradient_clip_val": 0,
-    "log_every_n_steps": 0,
+# What numbers must be, in words and as a test. lightning.Trainer takes its own without a look, and
+# fails on them later or ignores them.
+NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "seed": ("0 to 4294967295", lambda number: 0 <= number < 2**32),
+    "seeds": ("1 to 1000 runs", lambda number: 1 <= number <= 1000),
+    "splits": ("all, or 1 to 1000 runs", lambda number: 1 <= number <= 1000),
+    "trainer.accumulate_grad_batches": ("at least 1", lambda number: number >= 1),
+    "trainer.check_val_every_n_epoch": ("at least 1", lambda number: number >= 1),
+    "trainer.gradient_clip_val": ("at least 0", lambda number: number >= 0),
+    "trainer.log_every_n_steps": ("at least 0", lambda number: number >= 0),
+    "trainer.limit_batches": ("more than 0", lambda number: number > 0),
+    "trainer.limit_train_batches": ("more than 0", lambda number: number > 0),
+    "trainer.timeout_seconds": ("more than 0", lambda number: number > 0),
+    "trainer.max_epochs": ("at least 1, or -1 for no end", bool),
+    "trainer.max_steps": ("at least 1, or -1 for no end", bool),
 }
-
-# The same of those that must be above 0.
-ABOVE_ZERO = ("limit_batches", "limit_train_batches", "timeout_seconds")
 
 # Nodes in which a null is filled in from what the data module says of itself.
 FILLED = ("model", "module", "encoder", "decoder")

@@ -19,7 +19,6 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
 TRAINER = "lightning.Trainer"
-MAX_SEEDS = 1000
 _DIRECTIVES = {"_target_", "_partial_", "_args_"}
 
 
@@ -44,8 +43,8 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
                 hint = nearest(name, [n for n in config[key] if n != name])
                 if files("attnkit.conf").joinpath(f"{key}/{name}.yaml").is_file():
                     hint = f"; {key}={name} brings it"
-                message = f"expected a mapping with _target_, got {_show(node)}{hint}"
-                raise _problem(origins, f"{key}.{name}", message)
+                expected = "a mapping with _target_"
+                raise _problem(origins, f"{key}.{name}", hint, expected=expected, given=node)
             check_node(f"{key}.{name}", node, origins)
     _check_trainer(config.get("trainer") or {}, config.get("precision"), origins)
     predicts_images = config.get("images") is not None
@@ -83,22 +82,18 @@ def _has_mode(node: Mapping[str, Any]) -> bool:
 
 
 def _check_values(config: dict[str, Any], origins: Origins) -> None:
-    if not 1 <= config.get("seeds", 1) <= MAX_SEEDS:
-        message = f"expected 1 to {MAX_SEEDS} runs, got {config['seeds']}"
-        raise _problem(origins, "seeds", message)
-    splits = config.get("splits")
-    if splits is not None and splits != "all" and not 1 <= splits <= MAX_SEEDS:
-        message = f"expected all, or 1 to {MAX_SEEDS} runs, got {splits}"
-        raise _problem(origins, "splits", message)
-    if not 0 <= config.get("seed", 0) < 2**32:
-        raise _problem(origins, "seed", f"expected 0 to 4294967295, got {config['seed']}")
+    for key, (expected, is_right) in schema.NUMBERS.items():
+        node, _, name = key.rpartition(".")
+        value = (config.get(node) or {} if node else config).get(name)
+        if isinstance(value, int | float) and not is_right(value):
+            raise _problem(origins, key, expected=expected, given=value)
     for part in ("optimizer", "scheduler"):
         for key, value in (config.get(part) or {}).items():
             if isinstance(value, float) and not math.isfinite(value):
-                raise _problem(origins, f"{part}.{key}", f"expected a finite number, got {value}")
+                raise _problem(origins, f"{part}.{key}", expected="a finite number", given=value)
     task = config.get("task", "")
     if not task or Path(task).name != task or task.startswith("."):
-        raise _problem(origins, "task", f"expected a name for a folder, got {task!r}")
+        raise _problem(origins, "task", expected="a name for a folder", given=task)
 
 
 def _check_parts(config: dict[str, Any], origins: Origins) -> None:
@@ -137,17 +132,6 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
             if node.get(key) is not None:
                 message = f"not together with {key}: it is the limit of train and val itself"
                 raise _problem(origins, "trainer.overfit_batches", message)
-    for key, least in schema.AT_LEAST.items():
-        if isinstance(node.get(key), int | float) and node[key] < least:
-            message = f"expected at least {least}, got {node[key]}"
-            raise _problem(origins, f"trainer.{key}", message)
-    for key in schema.ABOVE_ZERO:
-        if isinstance(node.get(key), int | float) and not node[key] > 0:
-            raise _problem(origins, f"trainer.{key}", f"expected more than 0, got {node[key]}")
-    for key in ("max_epochs", "max_steps"):
-        if node.get(key) == 0:
-            message = "expected at least 1, or -1 for no end, got 0"
-            raise _problem(origins, f"trainer.{key}", message)
     parameters = {
         **signatures.known(TRAINER).parameters,
         **signatures.known(schema.TRAINER_EXTRAS).parameters,
@@ -162,7 +146,7 @@ def check_node(key: str, node: dict[str, Any], origins: Origins, given: Iterable
     """A node with `_target_`, and all such nodes below it."""
     target = node["_target_"]
     if not isinstance(target, str):
-        raise _problem(origins, f"{key}._target_", f"expected a dotted name, got {_show(target)}")
+        raise _problem(origins, f"{key}._target_", expected="a dotted name", given=target)
     signature = signatures.signature_of(target)
     if signature is None:
         _check_exists(key, target, origins)
@@ -202,7 +186,7 @@ def _check_below(key: str, value: Any, origins: Origins) -> None:
 def _check_exists(key: str, target: str, origins: Origins) -> None:
     """Report a target that cannot be read: a wrong name, or one that the parser cannot follow."""
     if "." not in target:
-        raise _problem(origins, f"{key}._target_", f"expected package.Class, got {target!r}")
+        raise _problem(origins, f"{key}._target_", expected="package.Class", given=target)
     if signatures.source_of(target) is None:
         root = target.partition(".")[0]
         message = f"no module named {root!r}; --config-dir tells where your own modules are"
@@ -239,8 +223,8 @@ def check_arguments(
             continue
         if not annotations.accepts(parameter, value):
             hint = nearest(value, annotations.choices(parameter)) if isinstance(value, str) else ""
-            message = f"expected {annotations.expected(parameter)}, got {_show(value)}{hint}"
-            raise _problem(origins, f"{prefix}{name}", message)
+            expected = annotations.expected(parameter)
+            raise _problem(origins, f"{prefix}{name}", hint, expected=expected, given=value)
         if isinstance(value, str) and annotations.takes_path(parameter) and _is_path(name, value):
             node[name] = str(absolute(value))
 
@@ -252,15 +236,5 @@ def _is_path(name: str, value: str) -> bool:
     return name != "pretrained" or absolute(value).exists()
 
 
-# --- messages -------------------------------------------------------------------------------------
-
-
-def _problem(origins: Origins, key: str, message: str, at: str = "") -> UserError:
-    where = origins.of(key) or (origins.of(at) if at else "")
-    return UserError(f"{key}: {message}" + (f"\n  in {where}" if where else ""))
-
-
-def _show(value: Any) -> str:
-    kind = "mapping" if isinstance(value, Mapping) else type(value).__name__
-    text = repr(value) if not isinstance(value, Mapping) else "{" + ", ".join(map(str, value)) + "}"
-    return f"{text if len(text) <= 60 else text[:57] + '…'} ({kind})"
+def _problem(origins: Origins, key: str, message: str = "", at: str = "", **told: Any) -> UserError:
+    return UserError(message, key=key, where=origins.of(key) or (at and origins.of(at)), **told)

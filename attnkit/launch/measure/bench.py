@@ -6,7 +6,6 @@ No callback and no logger of attnkit's runs beside it.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from torch import Tensor
 from attnkit.core.kernels.choose import BACKENDS, UnsupportedError
 from attnkit.launch.errors import is_out_of_memory
 from attnkit.launch.run import Run
-from attnkit.lightning.callbacks.throughput import num_samples, wait_for_device
+from attnkit.lightning.callbacks.meter import Laps, num_samples, wait_for_device
 from attnkit.lightning.errors import UserError
 
 FILE = "bench.md"
@@ -63,22 +62,21 @@ class _Timed(Callback):
         self.seconds: list[float] = []
         self.units: Counter[str] = Counter()
         self._warm_up = WARM_UP
-        self._last = 0.0
+        self._laps = Laps()
 
     def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()
+        self._laps.start()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        wait_for_device(pl_module)
-        before, self._last = self._last, time.perf_counter()
+        seconds = self._laps.lap(pl_module)
         self.batch = batch
         if self._warm_up:
             self._warm_up -= 1
             self.clock.recorded_durations.clear()
         else:
-            self.seconds.append(self._last - before)
+            self.seconds.append(seconds)
             self.units.update(units(batch))
             trainer.should_stop = sum(self.seconds) > SECONDS and len(self.seconds) >= LEAST
 
@@ -98,7 +96,7 @@ def units(batch: Any) -> dict[str, int]:
     return counts or {"samples": num_samples(batch)}
 
 
-def work(run: Run) -> dict[str, float] | None:
+def work(run: Run) -> dict[str, float]:
     """Time steps of training and the kernels; leaves bench.md."""
     data = run.make_data()
     module = run.make_module()
@@ -106,8 +104,7 @@ def work(run: Run) -> dict[str, float] | None:
     clock = trainer.profiler = Clock(module)  # type: ignore[attr-defined]
     if trainer.world_size > 1:
         raise UserError("run=bench: one process; trainer.devices=1 trainer.strategy=auto")
-    if not run.ready():
-        return None
+    run.ready()
     timed = _Timed(clock)
     trainer.callbacks.append(timed)  # type: ignore[attr-defined]
     trainer.limit_val_batches = 0
@@ -240,9 +237,8 @@ def _forced(layers: Sequence[Any], name: str) -> Iterator[None]:
 
 def _timed_step(module: LightningModule, step: Callable[[], Any]) -> float:
     wait_for_device(module)
-    started = time.perf_counter()
+    laps = Laps()
     step().backward()
-    wait_for_device(module)
-    seconds = time.perf_counter() - started
+    seconds = laps.lap(module)
     module.zero_grad()
     return seconds

@@ -34,12 +34,10 @@ from attnkit.launch.several import MOST
 from attnkit.launch.trainer import make_trainer
 from attnkit.lightning.build.build import allowing
 from attnkit.lightning.callbacks.cached_features import CachedFeatures
-from attnkit.lightning.callbacks.cost import Cost
 from attnkit.lightning.callbacks.kernel_record import KernelRecord
-from attnkit.lightning.callbacks.throughput import num_samples
+from attnkit.lightning.callbacks.meter import Meter, num_samples
+from attnkit.lightning.console import cell, seconds
 from attnkit.lightning.errors import RunError, UserError
-from attnkit.lightning.telling.numbers import seconds
-from attnkit.lightning.telling.text import cell
 
 # Loggers that write into the run folder and nowhere else.
 _LOCAL = ("CSVLogger", "MetricsCSV", "TensorBoard", "TensorBoardLogger")
@@ -120,13 +118,12 @@ def _carried_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, 
         unknown.append(f"what {world} processes wait for each other; measured is one of them alone")
     watches = []
 
-    def on_ready(run: Run) -> bool:
+    def on_ready(run: Run) -> None:
         callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
         if not _found(run, KernelRecord):
             callbacks.append(KernelRecord(verbose=False))
         watches.append(Stopwatch(run.trainer, given, world))
         callbacks.extend(watches)
-        return True
 
     run = Run(config, on_ready=on_ready)
     try:
@@ -196,9 +193,9 @@ def _figures(run: Run, watch: Stopwatch, num_runs: int) -> dict[str, float]:
         figures["seconds"] = one_run * num_runs
         figures["epoch_seconds"] = watch.epoch_seconds()
     # Of the module's example; without one, of a training step, for each sample or whole graph.
-    cost = _found(run, Cost)
-    if cost and "multiply_adds" in cost.results:
-        figures["multiply_adds"] = cost.results["multiply_adds"]
+    meter = _found(run, Meter)
+    if meter and "multiply_adds" in meter.results:
+        figures["multiply_adds"] = meter.results["multiply_adds"]
     else:
         with suppress(Exception):  # a step of somebody's own, outside of training
             found = count_multiply_adds(step_of(run.trainer, run.module, watch.batch))

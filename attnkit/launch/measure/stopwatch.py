@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from functools import partialmethod
 from itertools import pairwise
 from statistics import fmean
@@ -13,7 +12,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader
 
-from attnkit.lightning.callbacks.throughput import wait_for_device
+from attnkit.lightning.callbacks.meter import Laps
 
 MOST = {"train": 24, "val": 4, "test": 4}  # batches of an epoch, or of each loader
 WARM_UP = {"train": 2, "val": 1, "test": 1}  # batches not counted
@@ -39,7 +38,7 @@ class Stopwatch(Callback):
         self.times: dict[str, list[float]] = {stage: [] for stage in MOST}
         self.batch: Any = None
         """The last of training."""
-        self._last = 0.0
+        self._laps = Laps()
         self._epochs: list[tuple[float, float]] = []
         """When each began, and the last one ended; the seconds of batches until then."""
         self._counts: dict[str, list[float]] = {stage: [] for stage in MOST}
@@ -53,21 +52,21 @@ class Stopwatch(Callback):
     # --- measuring ---
 
     def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()
-        self._epochs.append((self._last, sum(self.times["train"]) + sum(self.times["val"])))
+        self._laps.start()
+        self._epochs.append((self._laps.last, sum(self.times["train"]) + sum(self.times["val"])))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._note("train", trainer, pl_module)
         self.batch = batch
-        elapsed = self._last - self._epochs[0][0]
+        elapsed = self._laps.last - self._epochs[0][0]
         enough = elapsed > ENOUGH and len(self._epochs) > 1
         if enough or (elapsed > TOO_LONG and len(self.times["train"]) >= WARM_UP["train"] + 3):
             trainer.should_stop = True
 
     def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
-        self._last = time.perf_counter()
+        self._laps.start()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.on_train_epoch_start()
@@ -80,9 +79,7 @@ class Stopwatch(Callback):
         self._count("test", trainer.test_dataloaders)
 
     def _note(self, stage: str, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        wait_for_device(pl_module)
-        before, self._last = self._last, time.perf_counter()
-        self.times[stage].append(self._last - before)
+        self.times[stage].append(self._laps.lap(pl_module))
 
     on_validation_batch_end = partialmethod(_note, "val")
     on_test_batch_end = partialmethod(_note, "test")

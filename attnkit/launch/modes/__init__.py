@@ -20,6 +20,15 @@ _TRAINING = _OBJECTS | {
     "optimizer", "scheduler", "logger", "init", "seeds", "splits", "resume", "rank_logs",
 }  # fmt: skip
 
+_BENCH = _OBJECTS | {"optimizer", "scheduler"}
+_TEST = _OBJECTS | {"logger", "ckpt", "rank_logs"}
+_PREDICT = _OBJECTS | {"predict", "ckpt", "images", "rank_logs"}
+_EXPLAIN = _MODEL | {"explain", "data", "predict", "ckpt", "images", "run_dir", "seed"}
+# of the trials may change what a run that goes on may change
+_RETRY = frozenset({"sweep", "trainer", "callbacks", "logger", "data", "compile", "rank_logs"})
+# of data only the root: a record is run as it is
+_REPRODUCE = frozenset({"reproduce", "record", "data", "seeds", "run_dir"})
+
 # Arguments of the trainer that only training reads.
 _FIT = frozenset({
     "accumulate_grad_batches", "check_val_every_n_epoch", "gradient_clip_algorithm",
@@ -27,6 +36,7 @@ _FIT = frozenset({
     "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "num_sanity_val_steps",
     "oom_retry", "overfit_batches", "reload_dataloaders_every_n_epochs", "val_check_interval",
 })  # fmt: skip
+_OF_TRAINING = frozenset({"limit_predict_batches"})
 _UNTIMED = (_FIT - {"accumulate_grad_batches", "gradient_clip_algorithm", "gradient_clip_val",
                     "max_steps", "limit_train_batches", "overfit_batches"}) | {
     "limit_test_batches", "limit_predict_batches",
@@ -40,25 +50,25 @@ class Mode:
     Args:
         name: the value of `run=`.
         uses: the top-level keys of the configuration it reads, beside those all modes read.
-        work: dotted name of the function that does it, given a `Run` (launch/run.py), and
-            returns the figures for results.json.
-        command: dotted name of the function that carries the command line out, given a `Request`
+        function: dotted name of what does it. It is given a `Run` (launch/run.py), and returns the
+            figures for results.json.
+        is_run: whether it leaves a run folder. If not, its function is given a `Request`
             (launch/decide.py) and the launcher of ranks or None, and returns the exit code.
         stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
-        rules: dotted name of a function that refuses what else is wrong, given a `Request`.
         needs_ckpt: whether `ckpt` must be there.
+        rules: dotted name of a function that refuses what else is wrong, given a `Request`.
         leaves: arguments of the trainer it does not read.
-        in_sweeps: whether `-m` runs several of them.
-        has_table: whether its work shows a table of its own, in the place of that of the figures.
+        in_sweeps: whether `-m` runs several of them, if it is a run.
+        has_table: whether it shows a table of its own, in the place of that of the figures.
     """
 
     name: str
     uses: frozenset[str]
-    work: str = ""
-    command: str = "attnkit.launch.several.command"
+    function: str
+    is_run: bool = True
     stage: str = ""
-    rules: str = ""
     needs_ckpt: bool = False
+    rules: str = ""
     leaves: frozenset[str] = frozenset()
     in_sweeps: bool = True
     has_table: bool = False
@@ -73,82 +83,27 @@ class Mode:
         return key in self.uses or key in _ALWAYS
 
 
+_L, _RULES = "attnkit.launch", "attnkit.launch.modes.rules"
 MODES = {
     mode.name: mode
     for mode in (
-        Mode(
-            "train",
-            _TRAINING,
-            work="attnkit.launch.modes.train.train",
-            stage="fit",
-            leaves=frozenset({"limit_predict_batches"}),
-        ),
-        Mode(
-            "check",
-            _TRAINING - {"resume"},  # it is given the command of the training
-            command="attnkit.launch.measure.check.command",
-            in_sweeps=False,
-        ),
-        Mode(
-            "bench",
-            _OBJECTS | {"optimizer", "scheduler"},
-            work="attnkit.launch.measure.bench.work",
-            leaves=_UNTIMED,
-            in_sweeps=False,
-        ),
-        Mode(
-            "test",
-            _OBJECTS | {"logger", "ckpt", "rank_logs"},
-            work="attnkit.launch.modes.test.test",
-            stage="test",
-            needs_ckpt=True,
-            leaves=_FIT | {"limit_predict_batches"},
-        ),
-        Mode(
-            "predict",
-            _OBJECTS | {"predict", "ckpt", "images", "rank_logs"},
-            work="attnkit.launch.modes.predict.predict",
-            stage="predict",
-            rules="attnkit.launch.modes.rules.predict",
-            needs_ckpt=True,
-            leaves=_FIT | {"limit_test_batches"},
-        ),
-        Mode(
-            "explain",
-            _MODEL | {"explain", "data", "predict", "ckpt", "images", "run_dir", "seed"},
-            work="attnkit.launch.modes.explain.explain",
-            rules="attnkit.launch.modes.rules.explain",
-            has_table=True,
-        ),
-        Mode(
-            "export",
-            _MODEL | {"export", "ckpt", "run_dir"},
-            work="attnkit.launch.modes.export.export",
-            rules="attnkit.launch.modes.rules.export",
-            needs_ckpt=True,
-        ),
-        Mode(
-            "retry",
-            # of the trials may change what a run that goes on may change
-            frozenset({"sweep", "trainer", "callbacks", "logger", "data", "compile", "rank_logs"}),
-            command="attnkit.launch.sweep.start.retry",
-            in_sweeps=False,
-        ),
-        Mode(
-            "report",
-            frozenset({"sweep"}),
-            command="attnkit.launch.sweep.report.report",
-            in_sweeps=False,
-        ),
-        Mode(
-            "reproduce",
-            # of data only the root: a record is run as it is
-            frozenset({"reproduce", "record", "data", "seeds", "run_dir"}),
-            command="attnkit.launch.records.reproduce.command",
-            in_sweeps=False,
-        ),
+        Mode("train", _TRAINING, f"{_L}.modes.train.train", stage="fit", leaves=_OF_TRAINING),
+        # it is given the command of the training
+        Mode("check", _TRAINING - {"resume"}, f"{_L}.measure.check.command", is_run=False),
+        Mode("bench", _BENCH, f"{_L}.measure.bench.work", leaves=_UNTIMED, in_sweeps=False),
+        Mode("test", _TEST, f"{_L}.modes.test.test", stage="test", needs_ckpt=True,
+             leaves=_FIT | {"limit_predict_batches"}),
+        Mode("predict", _PREDICT, f"{_L}.modes.predict.predict", stage="predict", needs_ckpt=True,
+             rules=f"{_RULES}.predict", leaves=_FIT | {"limit_test_batches"}),
+        Mode("explain", _EXPLAIN, f"{_L}.modes.explain.explain", rules=f"{_RULES}.explain",
+             has_table=True),
+        Mode("export", _MODEL | {"export", "ckpt", "run_dir"}, f"{_L}.modes.export.export",
+             needs_ckpt=True, rules=f"{_RULES}.export"),
+        Mode("retry", _RETRY, f"{_L}.sweep.start.retry", is_run=False),
+        Mode("report", frozenset({"sweep"}), f"{_L}.sweep.report.report", is_run=False),
+        Mode("reproduce", _REPRODUCE, f"{_L}.records.reproduce.command", is_run=False),
     )
-}
+}  # fmt: skip
 
 
 def mode_of(name: Any) -> Mode:

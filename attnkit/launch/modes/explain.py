@@ -19,10 +19,10 @@ from attnkit.launch import folder as folders
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.parts import fill
 from attnkit.lightning.build.build import build
+from attnkit.lightning.console import say
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.explained import Explained, by_turns, num_rows
+from attnkit.lightning.protocols import Explained, by_turns, num_rows
 from attnkit.lightning.resume import checkpoints
-from attnkit.lightning.telling.say import say
 from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config
 
@@ -35,7 +35,7 @@ _OF_REPORT = (
 )  # fmt: skip
 
 
-def explain(run: Run) -> dict[str, float] | None:
+def explain(run: Run) -> dict[str, float]:
     """Explain images, sentences or nodes; leaves explain.html, scores.csv and maps.npz."""
     report = build(run.config["explain"], at="explain")
     if not isinstance(report, Report):
@@ -55,8 +55,7 @@ def explain(run: Run) -> dict[str, float] | None:
             against = explained_of(_other(module, report.against), batch, device)
     facts = [*_facts(run, report, device), *facts, how, *explained.notes]
     facts = [fact for fact in facts if fact]
-    if not run.ready():
-        return None
+    run.ready()
     for fact in facts:
         say(fact)
     with _told():

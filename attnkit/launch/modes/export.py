@@ -9,12 +9,11 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.export.export import Export
 
 
-def export(run: Run) -> dict[str, float] | None:
+def export(run: Run) -> dict[str, float]:
     """Write the weights and programs of the checkpoint's module."""
     module = run.make_module()
     run.make_trainer()
-    if not run.ready():
-        return None
+    run.ready()
     run.restore()
     writer = build(run.config["export"], at="export")
     if not isinstance(writer, Export):

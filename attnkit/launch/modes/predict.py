@@ -12,7 +12,7 @@ from attnkit.lightning.callbacks.predictions import PredictionsFile
 from attnkit.lightning.errors import UserError
 
 
-def predict(run: Run) -> dict[str, float] | None:
+def predict(run: Run) -> dict[str, float]:
     """Predict with the checkpoint; leaves predictions.csv."""
     run.make_predict_data(run.make_module())
     trainer = run.make_trainer()
@@ -24,8 +24,7 @@ def predict(run: Run) -> dict[str, float] | None:
         if not isinstance(beside, Callback):
             raise UserError(f"predict: {node['_target_']} takes no images and is not a Callback")
         trainer.callbacks.append(beside)  # type: ignore[attr-defined]
-    if not run.ready():
-        return None
+    run.ready()
     run.loaded(trainer.predict, ckpt_path=run.ckpt, return_predictions=False)
     if not file.num_rows:
         images = run.config["images"]

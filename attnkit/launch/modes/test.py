@@ -5,12 +5,11 @@ from __future__ import annotations
 from attnkit.launch.run import Run
 
 
-def test(run: Run) -> dict[str, float] | None:
+def test(run: Run) -> dict[str, float]:
     """Test the checkpoint."""
     run.make_own_data()
     run.make_module()
     trainer = run.make_trainer()
-    if not run.ready():
-        return None
+    run.ready()
     run.loaded(trainer.test, ckpt_path=run.ckpt, verbose=False)
     return run.metrics()

@@ -12,26 +12,26 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from attnkit.launch.errors import OutOfMemory, is_out_of_memory, of_allocator
 from attnkit.launch.run import Run
 from attnkit.lightning._private import epoch_ends
+from attnkit.lightning.callbacks.epochs import EpochLines
 from attnkit.lightning.loggers import TensorBoard
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.best_and_last import BestCheckpoint
-from attnkit.lightning.telling.epochs import EpochLines
 
 _log = logging.getLogger(__name__)
 
 
-def train(run: Run) -> dict[str, float] | None:
+def train(run: Run) -> dict[str, float]:
     """Train from the newest checkpoint or from the start, then test the best one."""
     trainer = run.make_trainer()  # first: what is wrong there costs no look at the data
     data = run.make_data()
     module = run.make_module()
-    if not run.ready():
-        return None
+    run.ready()
     _log_run(run, {})
     _fit(run)
     figures = _of_epochs(trainer, run.metrics())
     figures |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
     figures |= {"parameters": run.num_parameters}
+    run.save(figures)  # should the test fail
     run.ended_by = ended_by(trainer)
     best = None
     for callback in trainer.checkpoint_callbacks:

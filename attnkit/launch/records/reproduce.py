@@ -25,10 +25,9 @@ from attnkit.launch.processes.torchrun import Launcher
 from attnkit.launch.records.record import Figure, Record, grouped, read, verdict
 from attnkit.launch.several import carry_out
 from attnkit.launch.signals import raise_received
+from attnkit.lightning.console import in_line, seconds
 from attnkit.lightning.errors import RunError, UserError
 from attnkit.lightning.files import absolute, write_csv, write_text
-from attnkit.lightning.telling.numbers import seconds
-from attnkit.lightning.telling.text import in_line
 
 CSV, MARKDOWN = "table.csv", "table.md"
 _TYPED = ("run", "reproduce", "data.root", "seeds", "run_dir", "allow")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnkit.launch.sweep.ranking import SEED, Metric, Row
 from attnkit.launch.sweep.record import shortened
-from attnkit.lightning.telling.text import in_picture
+from attnkit.lightning.console import in_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

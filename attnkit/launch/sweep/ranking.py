@@ -9,9 +9,8 @@ from typing import Any
 from attnkit.launch.command import key_of
 from attnkit.launch.sweep.record import Trial
 from attnkit.lightning.best import mode_of
+from attnkit.lightning.console import in_line, seconds, three_digits, with_prefix
 from attnkit.lightning.files import write_csv
-from attnkit.lightning.telling.numbers import seconds, three_digits, with_prefix
-from attnkit.lightning.telling.text import in_line
 
 SEED = "seed"
 COSTS = ("parameters", "multiply_adds", "step_seconds")

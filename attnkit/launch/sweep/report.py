@@ -31,10 +31,9 @@ from attnkit.launch.sweep.ranking import (
     save_csv,
 )
 from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, read_sweep, shortened, to_go_on
+from attnkit.lightning.console import cell, in_line, three_digits, visible
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import replacing, write_text
-from attnkit.lightning.telling.numbers import three_digits
-from attnkit.lightning.telling.text import cell, in_line, visible
 
 _TEMPLATES = ("launch/sweep/templates", "interpret/report/templates")  # the second has page.css
 _NO_SCREEN = 160  # columns in a file or a pipe

@@ -33,9 +33,9 @@ from attnkit.launch.sweep.report import best_command
 from attnkit.launch.sweep.search import PREFIX, SAMPLERS, Settings
 from attnkit.launch.sweep.trials import Order, checked, run_trials
 from attnkit.lightning.callbacks import study as optunas
+from attnkit.lightning.console import three_digits
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_text
-from attnkit.lightning.telling.numbers import three_digits
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler

@@ -37,9 +37,9 @@ from attnkit.launch.sweep.record import (
     to_go_on,
 )
 from attnkit.launch.sweep.report import finish
+from attnkit.lightning.console import cell, in_line
 from attnkit.lightning.errors import StoppedBySignal, UserError
 from attnkit.lightning.files import SHARED_FOLDER, write_text
-from attnkit.lightning.telling.text import cell, in_line
 
 
 @dataclass(frozen=True)

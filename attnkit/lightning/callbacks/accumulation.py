@@ -7,7 +7,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from attnkit.lightning.callbacks.throughput import num_samples
+from attnkit.lightning.callbacks.meter import num_samples
 
 
 class ExactAccumulation(Callback):

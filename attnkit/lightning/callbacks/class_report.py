@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from attnkit.lightning.console import cell, in_line, in_picture
 from attnkit.lightning.files import replacing, write_csv
-from attnkit.lightning.telling.text import cell, in_line, in_picture
 
 _log = logging.getLogger("attnkit.run")
 _MAX_SHOWN = 40

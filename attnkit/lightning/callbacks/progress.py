@@ -8,8 +8,8 @@ from rich import get_console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from attnkit.lightning._private import BarFromOne
-from attnkit.lightning.telling.say import on_terminal
-from attnkit.lightning.telling.steps import StepMetrics
+from attnkit.lightning.callbacks.meter import last_figures
+from attnkit.lightning.console import on_terminal
 
 NARROW = 100  # columns
 SHORT = {"grad_norm": "grad", "samples_per_second": "per s"}
@@ -18,8 +18,8 @@ SHORT = {"grad_norm": "grad", "samples_per_second": "per s"}
 class Progress(BarFromOne):
     """Lightning's rich progress bar, on one line, and removed when the stage ends.
 
-    Epochs count from 1. After the bar come the last figures of `StepMetrics`, if it is used, and
-    those logged with `prog_bar=True`, as many as fit. They are updated when `StepMetrics` logs, so
+    Epochs count from 1. After the bar come the last figures of `Meter`, if it is used, and
+    those logged with `prog_bar=True`, as many as fit. They are updated when `Meter` logs, so
     that no other step waits for the device. Without a terminal there is no bar.
     """
 
@@ -42,8 +42,7 @@ class Progress(BarFromOne):
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         """What stands behind the bar."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        steps = next((c.figures for c in callbacks if isinstance(c, StepMetrics)), None)
+        steps = last_figures(trainer)
         if trainer.training and steps is not None and steps is self._shown[0]:
             return self._shown[1]
         metrics: dict[str, Any] = super().get_metrics(trainer, pl_module)

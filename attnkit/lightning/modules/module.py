@@ -21,9 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from attnkit.finetune.record import finetuned
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.modules.as_built import NetworkAsBuilt, shapes_of
-from attnkit.lightning.modules.parameter_groups import parameter_groups, scale_learning_rates
-from attnkit.lightning.modules.rates import RatesAreHeeded
+from attnkit.lightning.modules.checks import NetworkAsBuilt, RatesAreHeeded, shapes_of
+from attnkit.lightning.modules.optim import parameter_groups, scale_learning_rates
 from attnkit.lightning.modules.schedules import warmup_cosine
 from attnkit.lightning.modules.trained_on import KnowsItsTraining
 from attnkit.lightning.resume.checkpoints import load

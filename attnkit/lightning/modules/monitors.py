@@ -1,7 +1,7 @@
 """Metrics that callbacks and the schedule follow: refused where nothing logs them, or where they
 would be followed the wrong way."""
 
-import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 
 from lightning import Callback, LightningModule, Trainer
@@ -15,12 +15,6 @@ _KNOWN = {"attnkit", "lightning", "pytorch_lightning"}  # packages
 _VALIDATION = (
     *("validation_step", "evaluate", "on_validation_start", "on_validation_epoch_start"),
     *("on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end"),
-)
-# What Lightning says after the first epoch: of ModelCheckpoint, of EarlyStopping, of a schedule.
-_LIGHTNINGS = (
-    r"`ModelCheckpoint\(monitor='(.+?)'\)` could not find the monitored key.*?: \[(.*?)\]",
-    r"Early stopping conditioned on metric `(.+?)` which is not available.*?following: (.*)",
-    r"ReduceLROnPlateau conditioned on metric (\S+) which is not available.*?: \[(.*?)\]",
 )
 
 
@@ -49,7 +43,8 @@ def check_directions(trainer: Trainer, metrics: Mapping[str, object]) -> None:
         trainer: its callbacks and schedules are looked at.
         metrics: by the name they are logged by. Of torchmetrics' the direction is known.
     """
-    for name, monitor, mode in _followed(trainer):
+    for name, monitor, follower in _followed(trainer):
+        mode = getattr(follower, "mode", None)
         right = direction(monitor, metrics[monitor]) if monitor in metrics else None
         if mode is not None and (wrong := contradiction(monitor, mode, right)):
             raise UserError(f"{name}: mode: {wrong}")
@@ -85,25 +80,29 @@ class MonitorsInSanityCheck(Callback):
                 raise _unlogged(name, monitor, said, logged)
 
 
-def unlogged(error: Exception) -> UserError | None:
-    """Lightning's error about such a metric, in our words; None if it is about something else."""
-    ours = ("callbacks: ModelCheckpoint", "callbacks: EarlyStopping", "scheduler")
-    for name, pattern in zip(ours, _LIGHTNINGS, strict=True):
-        if found := re.search(pattern, str(error), re.DOTALL):
-            monitor, names = found.groups()
-            return _unlogged(name, monitor, "there are", re.findall(r"[^\s,'`]+", names))
+def unlogged(error: Exception, trainer: Trainer) -> UserError | None:
+    """An error of Lightning's about such a metric, in our words; None if it is about another thing.
+
+    It has no type of its own. It is raised by what follows the metric, or for a schedule by the
+    loop, in a function of that object.
+    """
+    *_, (raising, _) = traceback.walk_tb(error.__traceback__)
+    culprit = raising.f_locals.get("self")
+    for name, monitor, follower in _followed(trainer):
+        by_it = culprit is (trainer.fit_loop.epoch_loop if name == "scheduler" else follower)
+        if by_it and monitor not in trainer.callback_metrics:
+            return _unlogged(name, monitor, "there are", trainer.callback_metrics)
     return None
 
 
-def _followed(trainer: Trainer) -> Iterator[tuple[str, str, str | None]]:
-    """What follows a metric, which, and in which direction."""
+def _followed(trainer: Trainer) -> Iterator[tuple[str, str, object]]:
+    """What follows a metric: its name, the metric, and the callback or schedule."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(monitor := getattr(callback, "monitor", None), str):
-            name = f"callbacks: {type(callback).__name__}"
-            yield name, monitor, getattr(callback, "mode", None)
+            yield f"callbacks: {type(callback).__name__}", monitor, callback
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau:  # others have a default
-            yield "scheduler", str(config.monitor), getattr(config.scheduler, "mode", None)
+            yield "scheduler", str(config.monitor), config.scheduler
 
 
 def _unlogged(name: str, monitor: str, said: str, names: Iterable[str]) -> UserError:

@@ -1,13 +1,97 @@
-"""Optimizer parameter groups and the default learning-rate schedule."""
+"""Optimizers: which parameters are decayed, the learning rates of layers and head, and Muon."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
+from torch import nn
 from torch.optim import Optimizer
 
 from attnkit.core.arguments import at_least, choice
+from attnkit.finetune.order import head_of, layer_numbers
+from attnkit.finetune.record import finetuned, is_below
 
 Coefficients = Literal["original", "quintic", "polar_express", "polar_express_safer"]
+
+
+def parameter_groups(
+    module: nn.Module,
+    weight_decay: float | None = None,
+    *,
+    layer_decay: float | None = None,
+    head_lr: float | None = None,
+) -> list[dict[str, Any]]:
+    """Optimizer groups: parameters with and without weight decay, by learning rate.
+
+    Not decayed are vectors and scalars (biases, norms, layer scales) and what any submodule names
+    in its `no_weight_decay()` (attnkit's and timm's models: positions, class token). Frozen
+    parameters are left out; a shared parameter is listed once. There are two groups, or with layer
+    decay two for each layer.
+
+    Args:
+        module: whose parameters are grouped.
+        weight_decay: of the first group; None leaves it to the optimizer's own setting.
+        layer_decay: the learning rate of a layer over that of the next, the head's being the
+            optimizer's: see `attnkit.finetune.full`. Each group then has an `lr_scale`, by which
+            `scale_learning_rates` multiplies. None: what the module was fine-tuned with.
+        head_lr: the head's own learning rate; None likewise.
+    """
+    rate = _rates(module, layer_decay, head_lr)
+    exempt: set[str] = set()
+    for prefix, child in module.named_modules():
+        names = getattr(child, "no_weight_decay", None)
+        if callable(names):
+            exempt.update(f"{prefix}.{name}" if prefix else name for name in names())
+
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        rates = rate(name)
+        is_free = parameter.ndim <= 1 or name in exempt
+        key = (is_free, *rates.items())
+        if key not in groups:
+            decay = 0.0 if is_free else weight_decay
+            settings = {} if decay is None else {"weight_decay": decay}
+            groups[key] = {"params": [], **settings, **rates}
+        groups[key]["params"].append(parameter)
+    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+
+
+def scale_learning_rates(optimizer: Optimizer) -> Optimizer:
+    """Multiply each group's learning rate by its `lr_scale`, if it has one; returns the optimizer.
+
+    To be called once, before a schedule is made. A `TaskModule` does.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * group.pop("lr_scale", 1.0)
+    return optimizer
+
+
+def _rates(
+    module: nn.Module, layer_decay: float | None, head_lr: float | None
+) -> Callable[[str], dict[str, float]]:
+    """What says the learning rate of a parameter, by its name."""
+    prefix, network, head = "", module, None
+    if (found := finetuned(module)) is not None:
+        prefix, network, record = found
+        layer_decay = record.layer_decay if layer_decay is None else layer_decay
+        head_lr = record.head_lr if head_lr is None else head_lr
+        head = record.head
+    if layer_decay is None and head_lr is None:
+        return lambda name: {}
+    head = head or head_of(network)
+    start = f"{prefix}." if prefix else ""
+    numbers = {f"{start}{name}": n for name, n in layer_numbers(network, head).items()}
+    heads = [f"{start}{name}" for name in head]
+    last = max(numbers.values(), default=0)
+
+    def rates(name: str) -> dict[str, float]:
+        if head_lr is not None and is_below(name, heads):
+            return {"lr": head_lr}
+        below = last - numbers.get(name, last)
+        return {} if layer_decay is None else {"lr_scale": layer_decay**below}
+
+    return rates
 
 
 def muon(

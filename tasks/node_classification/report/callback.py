@@ -14,8 +14,8 @@ from attnkit.core.running import undisturbed
 from attnkit.interpret.diagnosis.diagnose import Recorder
 from attnkit.interpret.diagnosis.measures import Sampling
 from attnkit.interpret.picture import save
+from attnkit.lightning.console import say
 from attnkit.lightning.files import write_csv
-from attnkit.lightning.telling.say import say
 from attnkit.tasks.node_classification.data import FullGraph
 from attnkit.tasks.node_classification.layerwise import sub_graphs
 from attnkit.tasks.node_classification.report.neighbourhoods import (

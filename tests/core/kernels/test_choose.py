@@ -1,5 +1,7 @@
 """Every kernel × mask × dtype × odd size against the definition in float64; and their refusals."""
 
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnkit
 from attnkit import Causal, Dense, Padding, attend
-from attnkit.core.kernels.choose import BACKENDS, UnsupportedError
+from attnkit.core.kernels.choose import BACKENDS, PLACES, UnsupportedError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BATCH, HEADS = 2, 6
@@ -426,3 +428,21 @@ def test_nested_tensors_are_served_or_refused_in_one_line():
         with pytest.raises(TypeError, match=f"^{name.strip()}: nested tensors .*Packed") as refused:
             call()
         assert "\n" not in str(refused.value)
+
+
+def test_a_kernel_is_loaded_when_it_may_serve():
+    """The table says of each kernel, before it is loaded, what the kernel says of itself."""
+    for (name, place), kernel in zip(PLACES.items(), BACKENDS, strict=True):
+        assert (name, place.home.rpartition(".")[2]) == (kernel.name, type(kernel).__name__)
+        assert (place.normalizer,) == kernel.normalizers
+        assert not kernel.needs_mask or place.mask is not None
+    code = (
+        "import sys, torch, attnkit\n"
+        "x = torch.ones(1, 2, 3, 8)\n"
+        "attnkit.attend(x, x, x, bias=torch.ones(3, 3))\n"
+        "print(*sorted(n.rpartition('.')[2] for n in sys.modules if '.core.kernels.' in n))\n"
+        "attnkit.attend(x, x, x, normalizer='linear')\n"
+        "print('attnkit.core.kernels.linear' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["base choose record sdpa", "True"]

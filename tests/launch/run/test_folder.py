@@ -193,7 +193,7 @@ def test_seconds_count_what_came_before(mine):
     assert mine("run_dir=run", "trainer.max_epochs=1").code == 0
     path = Path("run/checkpoints/last.ckpt")
     content = checkpoints.load(path)
-    content["callbacks"]["ResultsFile"]["seconds"] = 5000.0
+    content["callbacks"]["Elapsed"]["time_elapsed"]["train"] = 5000.0
     checkpoints.save(content, path)
     assert mine("resume=run", "trainer.max_epochs=2").code == 0
     assert folders.load_results(Path("run"))["seconds"] > 5000

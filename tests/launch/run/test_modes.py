@@ -56,7 +56,7 @@ CHANGED = {
     "reproduce": "reproduce.minutes=1",
 }
 FREE = {"run", "task", "allow", "vars"}
-RUNS = [k for k in MODES.values() if k.work or k.name == "check"]
+RUNS = [k for k in MODES.values() if k.is_run or k.name == "check"]
 
 
 def test_every_key_is_looked_at():
@@ -205,8 +205,7 @@ GREETING = """\
 def work(run):
     data, module = run.make_data(), run.make_module()
     trainer = run.make_trainer()
-    if not run.ready():
-        return None
+    run.ready()
     (run.folder / "greeting.txt").write_text(f"hello {type(module).__name__}")
     return {"greetings": 1}
 """
@@ -219,7 +218,7 @@ def test_a_mode_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
     greet = Mode(
         "greet",
         frozenset({"module", "data", "trainer", "run_dir"}),
-        work="greeting_of_the_tests.work",
+        "greeting_of_the_tests.work",
     )
     monkeypatch.setitem(MODES, greet.name, greet)
     done = mine("run=greet", "run_dir=here")

@@ -38,7 +38,7 @@ def test_tasks_know_what_they_log(attnkit, words, message):
 @pytest.mark.parametrize(
     ("words", "name"),
     [
-        (("callbacks.checkpoint.monitor=val/f1",), "callbacks: ModelCheckpoint"),
+        (("callbacks.checkpoint.monitor=val/f1",), "callbacks: BestCheckpoint"),
         (
             ("callbacks=early_stopping", "callbacks.early_stopping.monitor=val/f1"),
             "callbacks: EarlyStopping",

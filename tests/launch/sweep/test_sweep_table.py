@@ -9,7 +9,7 @@ from rich.console import Console
 
 from attnkit.launch.sweep import picture, ranking, report
 from attnkit.launch.sweep.record import Trial, shortened
-from attnkit.lightning.telling.numbers import seconds, three_digits, with_prefix
+from attnkit.lightning.console import seconds, three_digits, with_prefix
 
 METRIC = ranking.Metric()
 RATES = ["0.0012098197376602014", "0.00011634859582525738", "0.0077040812489690535"]

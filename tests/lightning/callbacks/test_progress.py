@@ -9,8 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
 from attnkit.lightning import EpochLines, Progress, StepMetrics
-from attnkit.lightning.callbacks import progress
-from attnkit.lightning.telling import epochs
+from attnkit.lightning.callbacks import epochs, progress
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 from torch_geometric.data import Data
 
 from attnkit.lightning import Throughput
-from attnkit.lightning.callbacks.throughput import num_samples
+from attnkit.lightning.callbacks.meter import num_samples
 
 
 @pytest.fixture

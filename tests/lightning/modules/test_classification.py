@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
 from attnkit.lightning import ClassificationModule, Throughput, _private
-from attnkit.lightning.callbacks import throughput
+from attnkit.lightning.callbacks import meter
 
 
 class Digits(ClassificationModule):
@@ -82,7 +82,7 @@ def test_logged_again_is_logged(digits, make_trainer, monkeypatch, tmp_path, loa
     found, calls = metrics_of_a_run(digits, make_trainer, monkeypatch, tmp_path, loaders, **options)
     with monkeypatch.context() as patch:
         patch.setattr(_private, "log_again", lambda *args: False)
-        patch.setattr(throughput, "log_again", lambda *args: False)
+        patch.setattr(meter, "log_again", lambda *args: False)
         expected, all_calls = metrics_of_a_run(
             digits, make_trainer, patch, tmp_path, loaders, **options
         )

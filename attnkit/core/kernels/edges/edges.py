@@ -11,14 +11,17 @@ computed depends on their numbers, which it cannot trace.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from attnkit.core.inputs import Inputs, in_high_precision
-from attnkit.core.kernels.base import Backend, empty_reasons, functorch_reasons
+from attnkit.core.kernels.base import (
+    Backend,
+    computes_by_operators,
+    empty_reasons,
+    functorch_reasons,
+)
 from attnkit.core.kernels.edges.problem import (
     NUM_FLAT,
     SCHEMA,
@@ -44,23 +47,6 @@ from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import Cosine, Gaussian
 
 DENSITY = 16  # products of a full matrix that take as long as one that is sampled
-
-_IS_COUNTED = ContextVar("_IS_COUNTED", default=False)
-
-
-@contextmanager
-def by_operators() -> Iterator[None]:
-    """In the block torch's operators compute edges, which torch can count as it cannot others."""
-    token = _IS_COUNTED.set(True)
-    try:
-        yield
-    finally:
-        _IS_COUNTED.reset(token)
-
-
-def computes_by_operators() -> bool:
-    """Whether this is such a block."""
-    return _IS_COUNTED.get()
 
 
 class EdgesKernel(Backend):

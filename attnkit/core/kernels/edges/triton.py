@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from attnkit.core.inputs import Inputs, in_high_precision
-from attnkit.core.kernels.base import add_sink_, sink_gradient
-from attnkit.core.kernels.edges.edges import EdgesKernel, computes_by_operators
+from attnkit.core.kernels.base import add_sink_, computes_by_operators, sink_gradient
+from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results, solve
 from attnkit.core.masks.adjacency import SplitNodes
 from attnkit.core.masks.edges import Edges

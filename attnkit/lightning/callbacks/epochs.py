@@ -1,4 +1,5 @@
-"""One line for each epoch, and without a terminal, one every ten seconds."""
+"""What a run says of its data when it starts, and of each epoch; without a terminal, a line every
+ten seconds."""
 
 import time
 from typing import Any
@@ -7,11 +8,26 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from attnkit.lightning.best import rank, validation
-from attnkit.lightning.telling.numbers import seconds, three_digits
-from attnkit.lightning.telling.say import on_terminal, say
-from attnkit.lightning.telling.steps import StepMetrics
+from attnkit.lightning.callbacks.meter import last_figures
+from attnkit.lightning.console import on_terminal, say, seconds, three_digits
 
 MANY = 100  # epochs, of which not each gets its line
+
+
+class DataSummary(Callback):
+    """Says what data there is when `fit` starts: the lines that `summary()` of the data module
+    returns, if it has one, on screen and in run.log.
+
+    attnkit's data modules tell the samples of each split and class, how uneven the classes are, and
+    of images their size, channels, mean and deviation.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        data = getattr(trainer, "datamodule", None)
+        summary = getattr(data, "summary", None)
+        if callable(summary) and trainer.is_global_zero:
+            for line in summary():
+                say(line)
 
 
 class EpochLines(Callback):
@@ -54,7 +70,7 @@ class EpochLines(Callback):
             return
         parts = [_epoch(trainer), *_metrics(trainer, monitored)]
         rates = [float(group["lr"]) for opt in trainer.optimizers for group in opt.param_groups]
-        steps = _steps(trainer)
+        steps = last_figures(trainer) or {}
         if rates:
             parts.append(f"lr {steps.get('lr', max(rates)):.2g}")
         parts.append(seconds(now - self._began))
@@ -84,7 +100,8 @@ class EpochLines(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._is_silent():
-            figures = "".join(f", {name} {value:.3g}" for name, value in _steps(trainer).items())
+            last = last_figures(trainer) or {}
+            figures = "".join(f", {name} {value:.3g}" for name, value in last.items())
             batches = trainer.num_training_batches
             self._say(trainer, f"{_epoch(trainer)}, batch {batch_idx + 1}/{batches}{figures}")
 
@@ -141,9 +158,3 @@ def _metrics(trainer: Trainer, monitored: str) -> list[str]:
         ]
         parts.append(f"val/{', '.join(figures)}")
     return parts
-
-
-def _steps(trainer: Trainer) -> dict[str, float]:
-    """The last figures of `StepMetrics`, if it is there."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return next((c.figures for c in callbacks if isinstance(c, StepMetrics)), {})

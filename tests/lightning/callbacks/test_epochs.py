@@ -4,8 +4,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from attnkit.lightning import EpochLines, Progress, StepMetrics
-from attnkit.lightning.telling import epochs
-from attnkit.lightning.telling.numbers import three_digits
+from attnkit.lightning.callbacks import epochs
+from attnkit.lightning.console import three_digits
 
 
 @pytest.fixture

@@ -1,0 +1,106 @@
+r"""What is said on screen and in run.log: a line, texts of others made visible, numbers.
+
+Names of files, classes and columns may hold what a terminal obeys (`\x1b]0;…`), what turns the
+order of letters around, or what no encoding has (a file name that is not UTF-8).
+"""
+
+import logging
+import math
+import re
+import sys
+
+# Controls, but for the end of a line and tab; the directions of writing; half of a pair of UTF-16.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+_PREFIXES = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k"}
+
+log = logging.getLogger("attnkit.run")
+"""Writes run.log; in a plain Trainer it has no handler."""
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """A line on the screen (`error`: stderr) and in run.log."""
+    from rich import get_console  # here: every start of the command line imports this file
+    from rich.console import Console
+
+    # rich's own console puts the line above its progress bar; another would write into it
+    console = Console(stderr=True) if error else get_console()
+    console.print(visible(text), soft_wrap=True, highlight=False, markup=False, emoji=False)
+    (sys.stderr if error else sys.stdout).flush()
+    log.info("%s", text)
+
+
+def on_terminal() -> bool:
+    """Whether a progress bar can be shown, in a terminal or a notebook; else lines replace it."""
+    from rich.console import Console
+
+    console = Console()
+    return console.is_terminal or console.is_jupyter
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def visible(text: str) -> str:
+    r"""The text with what cannot be seen written out: `\x1b`, `\u202e`."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def in_line(text: str) -> str:
+    r"""The same in one line: its ends are `\n`."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def cell(text: str) -> str:
+    """A text in one line of a table of rich's."""
+    from rich.markup import escape
+
+    return escape(in_line(text))
+
+
+def in_picture(text: str) -> str:
+    """A text for matplotlib, which reads dollar signs as formulas."""
+    return visible(text).replace("$", r"\$")
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def three_digits(value: float, spread: float | None = None) -> str:
+    """`0.557`, `12.3`, `1.23e-05`; with a spread, `0.557 ± 0.012`, as many places as the value."""
+    if not math.isfinite(value):
+        return str(value)
+    exponent = _exponent(value)
+    scale = 10.0**exponent if not -3 <= exponent < 5 else 1.0
+    places = max(0, 2 - (exponent if scale == 1 else 0))
+    texts = [f"{number / scale:.{places}f}" for number in (value, spread) if number is not None]
+    text = " ± ".join(texts)
+    if scale == 1:
+        return text
+    return f"{f'({text})' if spread is not None else text}e{exponent:+03d}"
+
+
+def with_prefix(value: float) -> str:
+    """`115 k`, `2.35 M`, `41.5 G`."""
+    for scale, prefix in _PREFIXES.items():
+        if abs(value) >= 0.9995 * scale:
+            return f"{value / scale:.3g} {prefix}"
+    return f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """`18.3 ms`, `4.18 s`, `12 min 05 s`, `3 h 20 min`."""
+    if value < 0.9995:
+        return f"{three_digits(1e3 * value)} ms"
+    if value < 99.95:
+        return f"{three_digits(value)} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _exponent(value: float) -> int:
+    """Of the number with three digits: 0 of 9.99, 1 of 9.999."""
+    return int(f"{abs(value):.2e}".partition("e")[2]) if value else 0
