@@ -137,4 +137,4 @@ def test_a_key_is_left_out_null_or_not(attnkit, key):
     done = attnkit("--cfg", "job", f"~{key}")
     assert done.code == 0, done.err
     callbacks = yaml.safe_load(done.out)["callbacks"]
-    assert {"kernels", "curves", "results"} - {*callbacks} == {key.partition(".")[2]}
+    assert {"kernels", "curves", "epochs"} - {*callbacks} == {key.partition(".")[2]}
