@@ -56,8 +56,6 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
         UserError: what the command line would refuse, in the same words.
         RunError: what went wrong, such as too little memory.
     """
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
     with _given_back():
         composer, overrides, _ = _read(words, config_dir, values, multirun=False)
         request = Request.read(composer, overrides)
@@ -70,9 +68,7 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
         job = decide(request)
         found = carry_out(job) or _opened(job)
         if found.mode.trains and not any(name.startswith("test/") for name in found.results):
-            for callback in found.trainer.checkpoint_callbacks:  # a test would have loaded it
-                if isinstance(callback, ModelCheckpoint) and callback.monitor:
-                    found.restore(callback.best_model_path or None)
+            found.restore(found.best)  # as a test would have done
         found.folder = job.folder
         return found
 

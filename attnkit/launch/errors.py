@@ -18,6 +18,7 @@ from attnkit.lightning.errors import RunError, StoppedBySignal, UserError, first
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
 
+# As torch 2.14 and the allocators and backends below it word what has no class of its own.
 _KILLED = re.compile(r"DataLoader worker \(pid.*?(is killed by signal: .*?\.|exited unexpectedly)")
 _SHARED = re.compile(r"out of shared memory|shared memory ?\(shm\)|</torch_\w+>")
 _IN_WORKER = re.compile(r"^Caught \S+ in (DataLoader worker|pin memory thread)")

@@ -187,22 +187,22 @@ def relocate(value: Any, old: Path, new: Path) -> Any:
 
 def load_results(folder: Path) -> dict[str, float]:
     """results.json, or nothing."""
-    return _load_json(folder / RESULTS)
+    return load_json(folder / RESULTS)
 
 
 def save_results(folder: Path, results: Mapping[str, float]) -> None:
     """Write results.json, whole or not at all."""
-    _save_json(folder / RESULTS, dict(sorted(results.items())))
+    save_json(folder / RESULTS, dict(sorted(results.items())))
 
 
 def load_state(folder: Path) -> dict[str, Any]:
     """state.json: `state`, and of a run that is done `ended_by`, `epochs` and `steps`."""
-    return _load_json(folder / STATE)
+    return load_json(folder / STATE)
 
 
 def save_state(folder: Path, state: str, **facts: Any) -> None:
     """Write state.json, whole or not at all."""
-    _save_json(folder / STATE, {"state": state, **facts})
+    save_json(folder / STATE, {"state": state, **facts})
 
 
 def is_finished(folder: Path) -> bool:
@@ -210,14 +210,17 @@ def is_finished(folder: Path) -> bool:
     return load_state(folder).get("state") == DONE and (folder / RESULTS).is_file()
 
 
-def _load_json(path: Path) -> dict[str, Any]:
+def load_json(path: Path) -> dict[str, Any]:
+    """What a file holds, or nothing."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
-def _save_json(path: Path, content: Mapping[str, Any]) -> None:
+def save_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file, whole or not at all."""
     write_text(path, f"{json.dumps(content, indent=2, allow_nan=False)}\n")
 
 

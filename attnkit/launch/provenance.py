@@ -6,7 +6,6 @@ versions, and when.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -16,8 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnkit.launch.folder import ORIGIN
-from attnkit.lightning.files import write_text
+from attnkit.launch.folder import ORIGIN, load_json, save_json
 
 if TYPE_CHECKING:
     from lightning import Trainer
@@ -54,7 +52,7 @@ def started(folder: Path, command: str, trainer: Trainer, from_data: list[str]) 
     }
     content = load(folder)
     found = sorted({*content.get("from_data", []), *from_data})
-    _save(folder, {"from_data": found, "starts": [*content.get("starts", []), entry]})
+    save_json(folder / ORIGIN, {"from_data": found, "starts": [*content.get("starts", []), entry]})
 
 
 def ended(folder: Path, state: str) -> None:
@@ -62,16 +60,12 @@ def ended(folder: Path, state: str) -> None:
     content = load(folder)
     if starts := content.get("starts"):
         starts[-1] |= {"ended": _now(), "state": state}
-        _save(folder, content)
+        save_json(folder / ORIGIN, content)
 
 
 def load(folder: Path) -> dict[str, Any]:
     """origin.json, or nothing."""
-    try:
-        content = json.loads((folder / ORIGIN).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return load_json(folder / ORIGIN)
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
@@ -128,7 +122,3 @@ def _versions() -> dict[str, str]:
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def _save(folder: Path, content: dict[str, Any]) -> None:
-    write_text(folder / ORIGIN, f"{json.dumps(content, indent=2)}\n")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning
 from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -115,7 +116,7 @@ class Run:
         describe = self._describer()
         if describe and not self.alone and any(v is None for n in nodes for v in n.values()):
             is_ours = self._module_class().__module__.startswith("attnkit.")  # others may differ
-            if is_ours and self.config.get("model") and not (self.start or self.config["ckpt"]):
+            if is_ours and self.config.get("model") and not self._is_trained:
                 rehearse(self.config)
             self.data.prepare_data()
             self.data.setup("fit")
@@ -162,7 +163,7 @@ class Run:
         return data
 
     def _follow_weights(self) -> None:
-        if self.start or self.config["ckpt"]:  # a trained module knows it all
+        if self._is_trained:  # it knows it all
             return
         facts: dict[str, Any] = {}
         for key in ("model", *schema.MODEL_PARTS):
@@ -217,7 +218,7 @@ class Run:
         node = self.config["module"]
         make = build({**node, "_partial_": True}, at="module")
         # of a checkpoint the weights come next
-        parts = module_parts(self.config, is_trained=bool(self.start or self.config["ckpt"]))
+        parts = module_parts(self.config, is_trained=self._is_trained)
         # attnkit's modules build their parts themselves, so that a checkpoint knows how; others get
         # objects.
         if not (isinstance(make.func, type) and issubclass(make.func, TaskModule)):
@@ -231,7 +232,7 @@ class Run:
             raise UserError(f"module: {node['_target_']}: {first_line(error)}") from error
         if not isinstance(module, LightningModule):
             raise UserError(f"module: {node['_target_']} is not a LightningModule")
-        if self.config.get("init") and not (self.start or self.config["ckpt"]):
+        if self.config.get("init") and not self._is_trained:
             _log.info(warm_start(module, self.config["init"]))
         return module
 
@@ -252,6 +253,18 @@ class Run:
         return checkpoints.loaded(load, ckpt, (AttributeError, LookupError, TypeError, ValueError))
 
     # --- what is known then ---
+
+    @property
+    def _is_trained(self) -> bool:
+        """Whether a checkpoint has the module's weights."""
+        return bool(self.start or self.config["ckpt"])
+
+    @property
+    def best(self) -> str | None:
+        """The best checkpoint of this training, if one was kept."""
+        kept = self.trainer.checkpoint_callbacks
+        best = [c.best_model_path for c in kept if isinstance(c, ModelCheckpoint) and c.monitor]
+        return best[-1] or None if best else None
 
     @property
     def num_parameters(self) -> int:
@@ -304,11 +317,10 @@ class Run:
             for logger in (getattr(self, "trainer", None) and self.trainer.loggers) or ():
                 if isinstance(logger, WandbRun):
                     logger.close(failed=not done)
-        if not self.trainer.is_global_zero:
-            return
         self.save(figures)
-        progress = {k: figures[k] for k in ("epochs", "steps") if k in figures}
-        folders.save_state(self.folder, folders.DONE, ended_by=self.ended_by, **progress)
+        if self.trainer.is_global_zero:
+            progress = {k: figures[k] for k in ("epochs", "steps") if k in figures}
+            folders.save_state(self.folder, folders.DONE, ended_by=self.ended_by, **progress)
 
     def save(self, figures: Mapping[str, float]) -> None:
         """Add figures to results.json."""

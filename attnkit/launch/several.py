@@ -37,14 +37,9 @@ OOM_RETRIES = "oom_retries"  # in results.json
 
 # Arguments of the trainer that count batches, where they are whole numbers.
 _BATCHES = (
-    "limit_batches",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "overfit_batches",
-    "val_check_interval",
-)
+    "limit_batches", "limit_train_batches", "limit_val_batches", "limit_test_batches",
+    "limit_predict_batches", "overfit_batches", "val_check_interval",
+)  # fmt: skip
 
 
 def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
@@ -98,19 +93,19 @@ def _run_folder(job: Job) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
+            stopped = isinstance(error, Interrupted)
+            state = folders.STOPPED if stopped else folders.FAILED
             wanted = job.begun and not isinstance(error, UserError)
-            if isinstance(error, Interrupted) and not job.mode.trains:
+            if stopped and not job.mode.trains:
                 # nothing goes on there: the same command is to find the folder free
                 wanted = not folders.is_bare(folder)
             if not kept and not wanted:
                 folders.take_back(folder, made)
             for path in {folder, *(Path(config["run_dir"]) for config in job.runs)}:
                 if folders.load_state(path).get("state") == folders.RUNNING:
-                    stopped = isinstance(error, Interrupted)
-                    folders.save_state(path, folders.STOPPED if stopped else folders.FAILED)
+                    folders.save_state(path, state)
             if job.begun and folder.is_dir():
-                stopped = isinstance(error, Interrupted)
-                provenance.ended(folder, folders.STOPPED if stopped else folders.FAILED)
+                provenance.ended(folder, state)
             raise
 
 

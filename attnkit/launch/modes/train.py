@@ -6,7 +6,7 @@ import logging
 import math
 
 from lightning import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from attnkit.launch.errors import OutOfMemory, is_out_of_memory, of_allocator
@@ -33,12 +33,8 @@ def train(run: Run) -> dict[str, float]:
     figures |= {"parameters": run.num_parameters}
     run.save(figures)  # should the test fail
     run.ended_by = ended_by(trainer)
-    best = None
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.monitor:
-            best = callback.best_model_path or None
     if _has_test(module, data):
-        run.loaded(trainer.test, ckpt_path=best, verbose=False)
+        run.loaded(trainer.test, ckpt_path=run.best, verbose=False)
         figures |= run.metrics()
     _log_run(run, {k: v for k, v in figures.items() if k.startswith("test/") or "_best" in k})
     return figures

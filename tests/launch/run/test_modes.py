@@ -202,6 +202,12 @@ def test_another_task_is_refused_in_a_resumed_run(attnkit, trained, monkeypatch)
 
 
 GREETING = """\
+from attnkit.lightning.errors import UserError
+
+def rules(request):
+    if request.config["data"].get("samples", 0) > 100:
+        raise UserError("data.samples: too many to greet")
+
 def work(run):
     data, module = run.make_data(), run.make_module()
     trainer = run.make_trainer()
@@ -219,6 +225,7 @@ def test_a_mode_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
         "greet",
         frozenset({"module", "data", "trainer", "run_dir"}),
         "greeting_of_the_tests.work",
+        rules="greeting_of_the_tests.rules",
     )
     monkeypatch.setitem(MODES, greet.name, greet)
     done = mine("run=greet", "run_dir=here")
@@ -226,4 +233,6 @@ def test_a_mode_of_ones_own_is_one_entry(mine, monkeypatch, tmp_path):
     assert Path("here/greeting.txt").read_text() == "hello Mine"
     assert "greetings" in done.out
     assert "seed=1: has no effect in run=greet" in mine("run=greet", "seed=1").err
+    assert "too many to greet" in mine("run=greet", "++data.samples=101", "run_dir=two").err
+    assert not Path("two").exists()
     assert ", greet" in mine("--help").out
