@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +135,19 @@ def test_a_lock_goes_with_its_process(tmp_path):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert not is_locked(tmp_path / "lock")
+
+
+def test_who_only_looks_keeps_nobody_from_a_lock(tmp_path):
+    """As `is_locked` does, in a process that the system then leaves waiting."""
+    path = tmp_path / "lock"
+    path.touch()
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.5, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        with locked(path) as mine:
+            assert mine
+    with held_elsewhere(path), locked(path) as mine:
+        assert not mine
 
 
 # --- resume and retry -----------------------------------------------------------------------------
