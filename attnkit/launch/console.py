@@ -8,17 +8,15 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import StringIO
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import get_console
-from rich.console import Console
 from rich.table import Table
 
 from attnkit.launch.folder import RESULTS
-from attnkit.lightning.console import cell, say, seconds, visible, with_prefix
+from attnkit.lightning.console import cell, say, say_table, seconds, visible, with_prefix
 from attnkit.lightning.console import log as _log
 from attnkit.lightning.errors import RunError, UserError
 
@@ -145,20 +143,6 @@ def print_(text: object) -> None:
     get_console().print(text, soft_wrap=True, highlight=False)  # above a progress bar, not into it
 
 
-def print_table(table: Table) -> None:
-    """To the screen only; at full width where there is no terminal."""
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
-
-
-def show(table: Table) -> None:
-    """A table on screen and in run.log."""
-    print_table(table)
-    plain = StringIO()
-    Console(file=plain, width=120, color_system=None).print(table)
-    _log.info("%s", "\n" + plain.getvalue())
-
-
 def header(job: Job, run: Run) -> None:
     """What runs, on what, and where it writes."""
     device = run.trainer.strategy.root_device.type
@@ -175,10 +159,10 @@ def header(job: Job, run: Run) -> None:
 def final(job: Job, results: Mapping[str, float]) -> None:
     """The figures and where everything is."""
     if job.mode.stage == "predict":
-        show(predictions(job.folder))
+        say_table(predictions(job.folder))
     if not job.mode.has_table:
         for table in tables(f"{job.config['task']} · {job.config['run']}", results):
-            show(table)
+            say_table(table)
     folder = job.folder
     left = {
         "best": folder / "checkpoints" / "best.ckpt",

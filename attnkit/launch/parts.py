@@ -13,7 +13,6 @@ from attnkit.launch.config import schema
 from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule, untrained
-from attnkit.lightning.resume.warm_start import warm_start
 
 _FULL = {"_target_", "_partial_"}  # alone: finetune=full
 # What data say of themselves, twice: an error that names such a number is not the same one twice.
@@ -60,6 +59,8 @@ def rehearse(config: Mapping[str, Any]) -> None:
             try:
                 module = TaskModule(**parts)
                 if config.get("init"):
+                    from attnkit.lightning.resume.warm_start import warm_start
+
                     warm_start(module, config["init"])
                 return
             except UserError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,7 +15,6 @@ import lightning
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from attnkit.launch import folder as folders
@@ -33,13 +31,13 @@ from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.monitors import unlogged
 from attnkit.lightning.protocols import DescribedData
 from attnkit.lightning.resume import checkpoints
-from attnkit.lightning.resume.warm_start import trained_on, warm_start
-from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
 
 if TYPE_CHECKING:
     from attnkit.interpret.explanation import Explanation
 
 _log = logging.getLogger(__name__)
+_PRETRAINED = ("name", "model_name", "pretrained", "weights")
+"""Arguments of networks that have weights to be pretrained with; of others nothing is known."""
 
 
 class Run:
@@ -165,9 +163,15 @@ class Run:
     def _follow_weights(self) -> None:
         if self._is_trained:  # it knows it all
             return
+        nodes = {key: self.config.get(key) or {} for key in ("model", *schema.MODEL_PARTS)}
+        nodes = {k: n for k, n in nodes.items() if any(n.get(name) for name in _PRETRAINED)}
+        if not nodes and not self.config.get("init"):
+            return
+        from attnkit.lightning.resume.warm_start import trained_on
+        from attnkit.models.preprocessing import OF_DATA, OF_MODEL, expected_images
+
         facts: dict[str, Any] = {}
-        for key in ("model", *schema.MODEL_PARTS):
-            node = self.config.get(key) or {}
+        for key, node in nodes.items():
             try:
                 found = expected_images(node)
             except ValueError as error:
@@ -233,6 +237,8 @@ class Run:
         if not isinstance(module, LightningModule):
             raise UserError(f"module: {node['_target_']} is not a LightningModule")
         if self.config.get("init") and not self._is_trained:
+            from attnkit.lightning.resume.warm_start import warm_start
+
             _log.info(warm_start(module, self.config["init"]))
         return module
 
@@ -343,18 +349,6 @@ class Run:
             if not isinstance(error, MisconfigurationException):
                 raise
             raise UserError(f"trainer: {first_line(error)}") from error
-
-    def metrics(self) -> dict[str, float]:
-        """What was logged last, and the numbers in the attribute `results` of callbacks.
-
-        What is not finite is left out with a warning, since JSON has no such numbers.
-        """
-        found = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            found |= getattr(callback, "results", {})
-        for name in [name for name, value in found.items() if not math.isfinite(value)]:
-            rank_zero_warn(f"{name} is {found.pop(name)} and left out of {folders.RESULTS}")
-        return found
 
     def _seed(self) -> None:
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)

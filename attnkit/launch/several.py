@@ -20,7 +20,6 @@ from attnkit.launch import provenance
 from attnkit.launch.command import command_line, setting
 from attnkit.launch.decide import Job
 from attnkit.launch.errors import INTERRUPTED, Interrupted, OutOfMemory
-from attnkit.launch.processes import start_ranks
 from attnkit.launch.processes.locks import holder, locked
 from attnkit.launch.processes.torchrun import Launcher
 from attnkit.launch.signals import raise_received
@@ -173,6 +172,8 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run |
             return run
         except _InRanks as ranks:
             count = ranks.count
+        from attnkit.launch.processes import start_ranks
+
         run = None  # the ranks have a model and data of their own
         given = {"run_dir": config["run_dir"], "log": str(job.folder), "alone": job.alone}
         start_ranks.start({**given, "allow": job.allow, "path": job.paths}, count)

@@ -11,13 +11,16 @@ from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar, Timer, WeightAveraging
 from lightning.pytorch.loggers import Logger
 
+from attnkit.launch import folder as folders
 from attnkit.launch.modes import Mode
 from attnkit.launch.signals import raise_received
 from attnkit.lightning._private import replace_signal_handling, set_timeout
 from attnkit.lightning.build.build import build
-from attnkit.lightning.callbacks.accumulation import ExactAccumulation
+from attnkit.lightning.callbacks.loss import ExactAccumulation
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.monitors import MonitorsInSanityCheck
+from attnkit.lightning.resume.best_and_last import LastCheckpoint
+from attnkit.lightning.resume.checkpoints import SafeCheckpoints
 
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _HOOKS = {
@@ -52,13 +55,15 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
     limit = arguments.pop("limit_batches", None)
     if limit is not None:
         arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
-    named = _built(Callback, "callbacks", config.get("callbacks"))
+    built = _built(Callback, "callbacks", config.get("callbacks"))
+    named = {**_own(config, mode), **built}
     idle = [name for name, callback in named.items() if not takes_part(type(callback), mode.stage)]
     for name in (name for name in idle if name in asked):
         target = config["callbacks"][name]["_target_"]
         reason = f": it has no hook of {mode.stage}" if mode.stage else ""
         raise UserError(f"callbacks.{name}: {target} has no effect in run={mode.name}{reason}")
     callbacks = [callback for name, callback in named.items() if name not in idle]
+    callbacks.sort(key=lambda c: isinstance(c, LastCheckpoint))  # it saves the state of the others
     shown = arguments.pop("enable_progress_bar", None)
     if shown is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
@@ -66,8 +71,6 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
         shown = any(isinstance(callback, ProgressBar) for callback in callbacks)
     if mode.trains:
         callbacks += [MonitorsInSanityCheck(), Elapsed()]
-        if "accumulation" not in (config.get("callbacks") or {"accumulation": None}):
-            callbacks.insert(0, ExactAccumulation())  # before others look at the gradients
     loggers = _built(Logger, "logger", config["logger"] if "logger" in mode.uses else {})
     try:
         trainer = Trainer(
@@ -87,6 +90,21 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
     # are the callback SaveOnSignal in fit, and launch/signals.py.
     replace_signal_handling(trainer, raise_received)
     return trainer
+
+
+def _own(config: Mapping[str, Any], mode: Mode) -> dict[str, Callback]:
+    """Callbacks that a run brings itself; null for the name of one leaves it out."""
+    given = config.get("callbacks")
+    if given is None or not mode.stage:
+        return {}
+    own: dict[str, Callback] = {"safe": SafeCheckpoints()}
+    if mode.trains:
+        own["accumulation"] = ExactAccumulation()  # before others look at the gradients
+        pace = (given.get("checkpoint") or {}).get("every_seconds", 5.0)
+        folder = Path(config["run_dir"], folders.CHECKPOINTS)
+        one_name = {"filename": "last", "enable_version_counter": False}
+        own["last"] = LastCheckpoint(pace, dirpath=folder, **one_name)
+    return {name: callback for name, callback in own.items() if name not in given}
 
 
 def takes_part(callback: type[Callback], stage: str) -> bool:

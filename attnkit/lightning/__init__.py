@@ -10,14 +10,13 @@ from attnkit.core.lazy import lazy
 
 if TYPE_CHECKING:
     from attnkit.lightning.build.build import allowing
-    from attnkit.lightning.callbacks.accumulation import ExactAccumulation
     from attnkit.lightning.callbacks.cached_features import CachedFeatures
     from attnkit.lightning.callbacks.class_report import ClassReport
     from attnkit.lightning.callbacks.ema import EMA
     from attnkit.lightning.callbacks.epochs import DataSummary, EpochLines
-    from attnkit.lightning.callbacks.finite import FiniteLoss
     from attnkit.lightning.callbacks.kernel_record import KernelRecord
     from attnkit.lightning.callbacks.learning_curves import LearningCurves
+    from attnkit.lightning.callbacks.loss import ExactAccumulation, FiniteLoss
     from attnkit.lightning.callbacks.meter import Cost, Meter, StepMetrics, Throughput
     from attnkit.lightning.callbacks.predictions import PredictionsFile
     from attnkit.lightning.callbacks.progress import Progress

@@ -169,7 +169,13 @@ def logged_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 class BarFromOne(RichProgressBar):
-    """A progress bar whose first epoch is 1; its texts have no public place."""
+    """A progress bar whose first epoch is 1, and that goes when it stops; for neither is there a
+    public place."""
+
+    def _init_progress(self, trainer: Trainer) -> None:
+        super()._init_progress(trainer)
+        if self.progress is not None:
+            self.progress.live.transient = True
 
     def _get_train_description(self, current_epoch: int) -> str:
         last = f"/{self.trainer.max_epochs}" if (self.trainer.max_epochs or -1) > 0 else ""

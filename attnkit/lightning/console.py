@@ -8,6 +8,11 @@ import logging
 import math
 import re
 import sys
+from io import StringIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # Controls, but for the end of a line and tab; the directions of writing; half of a pair of UTF-16.
 _UNSEEN = re.compile(
@@ -29,6 +34,17 @@ def say(text: str, *, error: bool = False) -> None:
     console.print(visible(text), soft_wrap=True, highlight=False, markup=False, emoji=False)
     (sys.stderr if error else sys.stdout).flush()
     log.info("%s", text)
+
+
+def say_table(table: "Table") -> None:
+    """A table on the screen, at full width where there is no terminal, and in run.log."""
+    from rich.console import Console
+
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
+    plain = StringIO()
+    Console(file=plain, width=120, color_system=None).print(table)
+    log.info("%s", f"\n{plain.getvalue()}")
 
 
 def on_terminal() -> bool:

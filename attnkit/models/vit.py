@@ -18,7 +18,6 @@ from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.tokens.block import Activation, TransformerBlock
 from attnkit.layers.tokens.patch import PatchEmbedding
-from attnkit.layers.tokens.pooling import AttentionPool
 
 Images = Annotated[Tensor, "batch channels height width"]
 PositionKind = Literal["learned", "factorized2d", "sincos2d", "rotary2d"]
@@ -185,8 +184,10 @@ class ViT(nn.Module):
         )
         norms = [nn.Identity(), nn.LayerNorm(dim, eps=norm_eps)]
         self.norm, self.pooled_norm = norms if norm_after_pooling else reversed(norms)
-        self.pool: AttentionPool | None = None
+        self.pool: nn.Module | None = None
         if pooling == "attention":
+            from attnkit.layers.tokens.pooling import AttentionPool
+
             self.pool = AttentionPool(
                 dim,
                 num_heads,

@@ -1,6 +1,6 @@
 """Augmentation of batches on the device they are trained on, drawn for each image."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 
 import torch
@@ -10,7 +10,8 @@ from torch.nn import functional
 from torchvision.transforms import InterpolationMode, v2
 
 from attnkit.core.arguments import at_least, choice, share, up_to_1
-from attnkit.tasks.image_classification.policies import POLICIES, InTurn, make_policy
+
+POLICIES = ("randaugment", "trivial", "autoaugment", "augmix")
 
 
 class Augment(nn.Module):
@@ -85,7 +86,11 @@ class Augment(nn.Module):
         self.translate = translate
         self.scale = scale
         in_turn: list[nn.Module] = []
-        if policy is not None:
+        if policy == "augmix":
+            in_turn.append(InTurn(v2.AugMix()))
+        elif policy is not None:
+            from attnkit.tasks.image_classification.policies import make_policy
+
             in_turn.append(make_policy(policy, randaugment_magnitude, randaugment_num_ops))
         if color_jitter:
             in_turn.append(InTurn(v2.ColorJitter(color_jitter, color_jitter, color_jitter)))
@@ -158,3 +163,14 @@ def shipped_augment(name: str) -> Augment:
     text = files("attnkit.conf").joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
     node = yaml.safe_load(text)["augment"]
     return Augment(**{key: value for key, value in node.items() if key != "_target_"})
+
+
+class InTurn(nn.Module):
+    """A transform of torchvision, called with one image of a batch after the other."""
+
+    def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.stack([self.transform(image) for image in images]) if len(images) else images

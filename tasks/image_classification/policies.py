@@ -1,14 +1,10 @@
 """torchvision's augmentation policies on batches: each image has its own draw."""
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2
-
-POLICIES = ("randaugment", "trivial", "autoaugment", "augmix")
 
 
 class _PerImage(v2.Transform):
@@ -60,21 +56,10 @@ class AutoAugment(_PerImage, v2.AutoAugment):
     """`v2.AutoAugment` of each image of a batch (Cubuk et al., 2019)."""
 
 
-class InTurn(nn.Module):
-    """A transform of torchvision, called with one image of a batch after the other."""
-
-    def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.transform = transform
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.stack([self.transform(image) for image in images]) if len(images) else images
-
-
 def make_policy(name: str, magnitude: int | None, num_ops: int | None) -> nn.Module:
-    """A policy of batches by its name; magnitude and num_ops are RandAugment's."""
+    """One of these policies by its name; magnitude and num_ops are RandAugment's."""
     if name == "randaugment":
         return RandAugment(num_ops or 2, 9 if magnitude is None else magnitude)
     if name == "trivial":
         return TrivialAugmentWide()
-    return AutoAugment() if name == "autoaugment" else InTurn(v2.AugMix())
+    return AutoAugment()

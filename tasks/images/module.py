@@ -10,7 +10,6 @@ from lightning import LightningModule
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.images.folder import say_once
 from attnkit.tasks.images.sizes import Size, check_fit, checked_size
 from attnkit.tasks.loaders import is_limited
 
@@ -147,4 +146,6 @@ def say_tested(trainer: Any, split: str, count: int, how: str = "") -> None:
     """A line that says how many images a test is of, and by `how`, which."""
     if is_limited(trainer, "test"):
         how += f"; trainer.limit_test_batches={trainer.limit_test_batches} of the batches"
+    from attnkit.tasks.images.folder import say_once
+
     say_once(f"{split}: {count:,} images{how}")

@@ -16,7 +16,7 @@ import torchmetrics
 from hydra._internal.core_plugins import basic_sweeper
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities import data as fabric_data
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, launchers
 
@@ -103,15 +103,17 @@ def test_they_stand_in_two_files():
         (torchmetrics.MeanMetric(), "_computed"),
         (torchmetrics.MeanMetric(), "_defaults"),
         (CSVLogger("."), "_experiment"),
+        (RichProgressBar(), "_init_progress"),
+        (RichProgressBar(), "_get_train_description"),
         (ModelCheckpoint(), "_last_global_step_saved"),
         (ModelCheckpoint(), "_last_checkpoint_saved"),
         (ModelCheckpoint(), "_save_checkpoint"),  # which BestCheckpoint overrides
-        (ModelCheckpoint(), "_monitor_candidates"),  # the same
         (ModelCheckpoint(), "_save_monitor_checkpoint"),  # the same
         (ModelCheckpoint(), "_get_metric_interpolated_filepath_name"),  # which it calls
         (ModelCheckpoint(), "_should_remove_checkpoint"),
         (ModelCheckpoint(), "_remove_checkpoint"),
         (ModelCheckpoint(), "_save_topk_checkpoint"),  # which LastCheckpoint calls
+        (ModelCheckpoint(), "_monitor_candidates"),  # the same
         (ModelCheckpoint(), "_should_skip_saving_checkpoint"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -14,12 +14,11 @@ from torch.utils.data import DataLoader, Subset
 
 from attnkit.interpret.progress import steps
 from attnkit.interpret.report import Report
-from attnkit.launch import console
 from attnkit.launch import folder as folders
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.parts import fill
 from attnkit.lightning.build.build import build
-from attnkit.lightning.console import say
+from attnkit.lightning.console import say, say_table
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.protocols import Explained, by_turns, num_rows
 from attnkit.lightning.resume import checkpoints
@@ -65,7 +64,7 @@ def explain(run: Run) -> dict[str, float]:
                 explained, run.folder, title=_title(run), facts=facts, against=against,
                 step=step,
             )  # fmt: skip
-    console.show(found.table(_title(run)))
+    say_table(found.table(_title(run)))
     for sentence in found.said[:1]:
         say(sentence)
     count = len(report.nodes or explained.inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnkit.launch.run import Run
+from attnkit.lightning.callbacks.meter import measured
 
 
 def test(run: Run) -> dict[str, float]:
@@ -12,4 +13,4 @@ def test(run: Run) -> dict[str, float]:
     trainer = run.make_trainer()
     run.ready()
     run.loaded(trainer.test, ckpt_path=run.ckpt, verbose=False)
-    return run.metrics()
+    return measured(trainer)

@@ -13,6 +13,7 @@ from attnkit.launch.errors import OutOfMemory, is_out_of_memory, of_allocator
 from attnkit.launch.run import Run
 from attnkit.lightning._private import epoch_ends
 from attnkit.lightning.callbacks.epochs import EpochLines
+from attnkit.lightning.callbacks.meter import measured
 from attnkit.lightning.loggers import TensorBoard
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.best_and_last import BestCheckpoint
@@ -28,14 +29,14 @@ def train(run: Run) -> dict[str, float]:
     run.ready()
     _log_run(run, {})
     _fit(run)
-    figures = _of_epochs(trainer, run.metrics())
+    figures = _of_epochs(trainer, measured(trainer))
     figures |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
     figures |= {"parameters": run.num_parameters}
     run.save(figures)  # should the test fail
     run.ended_by = ended_by(trainer)
     if _has_test(module, data):
         run.loaded(trainer.test, ckpt_path=run.best, verbose=False)
-        figures |= run.metrics()
+        figures |= measured(trainer)
     _log_run(run, {k: v for k, v in figures.items() if k.startswith("test/") or "_best" in k})
     return figures
 

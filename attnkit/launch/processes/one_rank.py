@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         end_on_signals()  # one may have waited for this
         report = _run(rank, **given["run"])
     except StoppedBySignal as error:  # before it began, or once more while it was ending
-        report = Report(error.code, "", signum=error.signum)
+        report = Report(error.code, signum=error.signum)
     ignore_signals()
     if report is None:
         leave_group()
@@ -70,14 +70,14 @@ def follow(launcher: Launcher, command: Callable[[], int]) -> int:
     """
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            report = _reported(command, lambda: 0)
+            report = _reported(command)
         message = launcher.hear()
         while report is None and "exit" not in message:
             job = launcher.job
             options = {"allow": job.allow, "path": job.paths, "alone": job.alone}
             report = _run(launcher.rank, **message, **options)
-            others = report is None or report.peer_gone or report.signum is not None
-            message = launcher.hear(math.inf if report is None else _ENDING) if others else {}
+            if report is None or not report.is_own:
+                message = launcher.hear(math.inf if report is None else _ENDING)
     except StoppedBySignal as error:
         return error.code
     except KeyboardInterrupt:
@@ -111,27 +111,28 @@ def _run(
     works: list[Run] = []
 
     def run() -> None:
-        from attnkit.launch import console as report
+        from attnkit.launch import console
         from attnkit.launch.run import Run
         from attnkit.lightning.build.build import allowing
         from attnkit.lightning.resume.signals import fork_apart
 
         fork_apart()
         sys.path.extend(p for p in path if p not in sys.path)
-        report.quiet(rank)
+        console.quiet(rank)
         with allowing(*allow):
             config = folders.load_config(Path(run_dir))
-            with report.logging_to(Path(log), rank, own=bool(config.get("rank_logs"))):
+            with console.logging_to(Path(log), rank, own=bool(config.get("rank_logs"))):
                 works.append(Run(config, alone=alone))
                 raise_received()
                 works[0].carry_out()
 
-    return _reported(
-        run, lambda: works[0].trainer.global_step if works and hasattr(works[0], "trainer") else 0
-    )
+    report = _reported(run)
+    if report and works and hasattr(works[0], "trainer"):
+        report.step = works[0].trainer.global_step
+    return report
 
 
-def _reported(run: Callable[[], object], steps: Callable[[], int]) -> Report | None:
+def _reported(run: Callable[[], object]) -> Report | None:
     try:
         try:
             run()
@@ -143,11 +144,13 @@ def _reported(run: Callable[[], object], steps: Callable[[], int]) -> Report | N
         code = WRONG_INPUT if isinstance(error, UserError) else CRASHED
         if os.environ.get(TRACEBACK) == "1":
             fail(error, code)
-        lost, silent = is_peer_lost(error), is_timeout(error)
-        report = Report(code, summary(error), no_memory=isinstance(error, OutOfMemory))
-        report.peer_gone, report.peer_silent = lost and not silent, lost and silent
+        report = Report(code, summary(error))
+        if is_peer_lost(error):
+            report.why = "peer silent" if is_timeout(error) else "peer gone"
+        elif isinstance(error, OutOfMemory):
+            report.why = "no memory"
         return report
     except StoppedBySignal as error:
-        return Report(error.code, "", signum=error.signum, step=steps())
+        return Report(error.code, signum=error.signum)
     except KeyboardInterrupt:
-        return Report(INTERRUPTED, "", signum=signal.SIGINT, step=steps())
+        return Report(INTERRUPTED, signum=signal.SIGINT)

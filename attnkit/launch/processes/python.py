@@ -1,7 +1,11 @@
 """What every process of attnkit's own does first: ranks, trials and the command itself."""
 
 import io
+import os
 import sys
+
+SPINS = "2000"
+_CHOSEN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def command_of(module: str, *words: str) -> list[str]:
@@ -24,3 +28,19 @@ def print_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def limit_spinning() -> None:
+    """Set how long the threads of OpenMP spin before they sleep, unless the user has chosen.
+
+    A thread that has done its share of a parallel region spins until the others have done theirs.
+    GNU's libgomp, which torch uses on Linux, spins 300,000 times, about a millisecond: with another
+    process on the cores it takes them from the thread that it waits for, at each of torch's many
+    short regions. To sleep at once (`OMP_WAIT_POLICY=passive`) is better then, and on an idle
+    machine up to 2.7 times as slow. A few thousand spins cost nothing there and little here;
+    docs/benchmarks/busy.py has the figures.
+
+    To be called before torch is loaded; processes that are started inherit it.
+    """
+    if not any(name in os.environ for name in _CHOSEN):
+        os.environ["GOMP_SPINCOUNT"] = SPINS

@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 from attnkit.lightning.errors import UserError
@@ -38,7 +39,6 @@ class Launcher:
     world: int
     job: Any = None
     """What the command line asks for, in the ranks that wait for rank 0."""
-    _store: Any = None
     _count: int = 0
 
     def check(self, trainer: Any) -> None:
@@ -53,7 +53,7 @@ class Launcher:
 
     def tell(self, **message: Any) -> None:
         """Rank 0: `run_dir` and `log` of the next run, or the code to `exit` with."""
-        self._connect().set(f"{self._count}", json.dumps(message))
+        self._store.set(f"{self._count}", json.dumps(message))
         self._count += 1
 
     def hear(self, patience: float = math.inf) -> dict[str, Any]:
@@ -63,14 +63,13 @@ class Launcher:
         """
         last = time.monotonic() + patience
         try:
-            store = self._connect()
-            while not store.check([f"{self._count}"]):  # not wait(): signals must get through
+            while not self._store.check([f"{self._count}"]):  # not wait(): signals must get through
                 if time.monotonic() > last:
                     return {}
                 time.sleep(_POLL)
-            message = json.loads(store.get(f"{self._count}"))
+            message = json.loads(self._store.get(f"{self._count}"))
             self._count += 1
-            store.add("heard", 1)
+            self._store.add("heard", 1)
             return message
         except RuntimeError:
             return {"exit": 1}
@@ -89,28 +88,24 @@ class Launcher:
         except RuntimeError:
             pass  # the store has gone, and with it everyone who would listen
 
-    def _connect(self) -> Any:
-        if self._store is None:
-            from lightning.fabric.plugins.environments import (
-                SLURMEnvironment,
-                TorchElasticEnvironment,
-            )
-            from torch.distributed import PrefixStore, TCPStore
+    @cached_property
+    def _store(self) -> Any:
+        from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+        from torch.distributed import PrefixStore, TCPStore
 
-            started = TorchElasticEnvironment() if self.name == "torchrun" else SLURMEnvironment()
-            at = started.main_address, started.main_port
-            # torchrun may hold a store there itself; ours serves the process group, too
-            master = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            last = time.monotonic() + _ARRIVAL
-            while not master and not _answers(at):
-                if time.monotonic() > last:
-                    raise RuntimeError(f"rank 0 did not start within {_ARRIVAL:.0f} s")
-                time.sleep(_POLL)
-            hour = timedelta(hours=1)
-            store = TCPStore(*at, None, master, hour, wait_for_workers=False, multi_tenant=True)
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = PrefixStore(f"attnkit/{attempt}", store)
-        return self._store
+        started = TorchElasticEnvironment() if self.name == "torchrun" else SLURMEnvironment()
+        at = started.main_address, started.main_port
+        # torchrun may hold a store there itself; ours serves the process group, too
+        master = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        last = time.monotonic() + _ARRIVAL
+        while not master and not _answers(at):
+            if time.monotonic() > last:
+                raise RuntimeError(f"rank 0 did not start within {_ARRIVAL:.0f} s")
+            time.sleep(_POLL)
+        hour = timedelta(hours=1)
+        store = TCPStore(*at, None, master, hour, wait_for_workers=False, multi_tenant=True)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"attnkit/{attempt}", store)
 
 
 def launched() -> Launcher | None:

@@ -1,20 +1,16 @@
 """What a test shows beside its averages: scores per class and the confusion matrix."""
 
-import logging
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 from lightning import Callback, LightningModule, Trainer
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from attnkit.lightning.console import cell, in_line, in_picture
+from attnkit.lightning.console import cell, in_line, in_picture, say_table
 from attnkit.lightning.files import replacing, write_csv
 
-_log = logging.getLogger("attnkit.run")
 _MAX_SHOWN = 40
 _MAX_NUMBERS = 20
 _MAX_NAMES = 100
@@ -66,7 +62,7 @@ def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
     return scores
 
 
-def show_class_scores(scores: Sequence[ClassScore], console: Console | None = None) -> None:
+def show_class_scores(scores: Sequence[ClassScore]) -> None:
     """A table on screen and in run.log; of many classes, those with the lowest F1 of all that have
     samples."""
     shown = list(scores)
@@ -83,10 +79,7 @@ def show_class_scores(scores: Sequence[ClassScore], console: Console | None = No
         ratios = (score.precision, score.recall, score.f1)
         texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios]
         table.add_row(cell(score.name), *texts, str(score.support))
-    (console or Console()).print(table)
-    log = StringIO()
-    Console(file=log, width=120, color_system=None).print(table)
-    _log.info("%s", f"\n{log.getvalue()}")
+    say_table(table)
 
 
 def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) -> None:

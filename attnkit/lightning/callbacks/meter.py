@@ -11,6 +11,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -272,6 +273,19 @@ def last_figures(trainer: Trainer) -> dict[str, float] | None:
     """The last figures of steps that were logged; None where nothing logs them."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return next((c.figures for c in callbacks if isinstance(c, Meter) and c.steps), None)
+
+
+def measured(trainer: Trainer) -> dict[str, float]:
+    """What was logged last as a metric, and the numbers in the attribute `results` of callbacks.
+
+    What is not finite is left out with a warning, since JSON has no such numbers.
+    """
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        found |= getattr(callback, "results", {})
+    for name in [name for name, value in found.items() if not math.isfinite(value)]:
+        rank_zero_warn(f"{name} is {found.pop(name)} and left out of the results")
+    return found
 
 
 def _gradient_norm(trainer: Trainer, optimizer: Optimizer) -> Tensor:

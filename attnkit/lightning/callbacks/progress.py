@@ -70,34 +70,9 @@ class Progress(BarFromOne):
             fitting[name] = text
         return fitting
 
-    def _vanishing(self) -> None:
-        """When it stops, the bar goes: what there was to say has its own lines."""
-        if self.progress is not None:
-            self.progress.live.transient = True
-
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_sanity_check_start(trainer, pl_module)
-        self._vanishing()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._vanishing()
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
-        self._vanishing()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_test_start(trainer, pl_module)
-        self._vanishing()
-
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_test_end(trainer, pl_module)
         self.teardown(trainer, pl_module, "test")  # the module's table comes next
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_predict_start(trainer, pl_module)
-        self._vanishing()
 
 
 def _short(value: float) -> str:

@@ -1,15 +1,14 @@
 """The figures of a run in one flat JSON file."""
 
 import json
-import math
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from attnkit.lightning.callbacks.meter import measured
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import in_log_folder, replacing
 
@@ -63,15 +62,11 @@ class ResultsFile(Callback):
             return
         assert self.path is not None
         results = _read(self.path)
-        results.update({name: float(value) for name, value in trainer.callback_metrics.items()})
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            results.update(getattr(callback, "results", {}))
+        results.update(measured(trainer))
         if trainer.state.fn == "fit":
             results["epochs"] = trainer.current_epoch
             results["steps"] = trainer.global_step
         results["seconds"] = round(self.seconds, 3)
-        for name in [name for name, value in results.items() if not math.isfinite(value)]:
-            rank_zero_warn(f"{name} is {results.pop(name)} and left out of {self.path}")
         with replacing(self.path) as file:
             file.write(f"{json.dumps(results, indent=2, sort_keys=True)}\n".encode())
 

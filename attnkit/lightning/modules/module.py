@@ -4,13 +4,13 @@ import inspect
 import io
 import math
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning import Callback
 from lightning.pytorch.core.mixins import HyperparametersMixin
 from lightning.pytorch.utilities.parsing import collect_init_args
@@ -145,7 +145,7 @@ class TaskModule(KnowsItsTraining):
         if weights_only is False:
             raise UserError("weights_only=False would run code that the file holds")
         name = "the checkpoint"
-        if not isinstance(checkpoint_path, (io.IOBase, io.BytesIO)):
+        if not isinstance(checkpoint_path, io.IOBase):
             name = os.fspath(checkpoint_path)
             load(name, mmap=True)
         try:
@@ -155,7 +155,10 @@ class TaskModule(KnowsItsTraining):
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         except TypeError as error:
-            missing = re.findall(r"'(\w+)'", str(error)) if "missing" in str(error) else []
+            if isinstance(checkpoint_path, io.IOBase):
+                checkpoint_path.seek(0)
+            held = torch.load(checkpoint_path, "cpu", weights_only=True).get("hyper_parameters")
+            missing = [name for name in _required(cls) if name not in {*(held or {}), *kwargs}]
             if not missing:
                 raise
             again = ", ".join(f"{name}=…" for name in missing)
@@ -239,6 +242,19 @@ class TaskModule(KnowsItsTraining):
             }
             arguments = {name: known[name] for name in wanted}
         return _called(make, "scheduler", optimizer, **arguments)
+
+
+def _required(cls: type) -> list[str]:
+    """Arguments without a default, of a class and of those that it hands its `**kwargs` to."""
+    required: dict[str, None] = {}
+    for init in (vars(each)["__init__"] for each in cls.__mro__ if "__init__" in vars(each)):
+        _, *arguments = inspect.signature(init).parameters.values()
+        handed_on = [a for a in arguments if a.kind is a.VAR_KEYWORD]
+        rest = [a for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+        required |= dict.fromkeys(a.name for a in rest if a.default is a.empty)
+        if not handed_on:
+            break
+    return list(required)
 
 
 def _called(make: Callable[..., Any], at: str, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attnkit.core.arguments import at_least, choice
-from attnkit.finetune.order import head_of, layer_numbers
 from attnkit.finetune.record import finetuned, is_below
 
 Coefficients = Literal["original", "quintic", "polar_express", "polar_express_safer"]
@@ -79,6 +78,8 @@ def _rates(
         head = record.head
     if layer_decay is None and head_lr is None:
         return lambda name: {}
+    from attnkit.finetune.order import head_of, layer_numbers
+
     head = head or head_of(network)
     start = f"{prefix}." if prefix else ""
     numbers = {f"{start}{name}": n for name, n in layer_numbers(network, head).items()}

@@ -2,12 +2,10 @@
 epoch, from which it goes on. Neither is written after every epoch where epochs are short, as on
 small graphs."""
 
-import copy
 import math
 import os
 import shutil
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from attnkit.lightning import _private as private
 from attnkit.lightning.best import LOSS, Mode, mode_for, rank, validation
@@ -23,13 +21,12 @@ from attnkit.lightning.files import replacing
 from attnkit.lightning.resume.checkpoints import CheckpointError, load
 
 HELD = 2**26  # bytes of a checkpoint that are held in memory at most
-PLAIN = {str, int, float, bool, type(None)}
 
 
 class _Paced(ModelCheckpoint):
     """`ModelCheckpoint` that knows when it last wrote."""
 
-    def __init__(self, every_seconds: float, **kwargs: Any) -> None:
+    def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
         if every_seconds < 0:
             raise ValueError(f"every_seconds: expected at least 0, got {every_seconds}")
         super().__init__(**kwargs)
@@ -83,7 +80,6 @@ class BestCheckpoint(_Paced):
         self._seen: list[float] = []
         """Of the metric the least and the largest value, and how many there were, also with NaN."""
         self._held: tuple[dict[str, Any], str] | None = None
-        self._is_small: bool | None = None
 
     @property
     def best(self) -> dict[str, float]:
@@ -237,21 +233,12 @@ class BestCheckpoint(_Paced):
 
     # --- when it is written ---
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(trainer, *args, **kwargs)
         if not self._is_recent():
             self._write(trainer)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, *args: Any) -> None:
         self._write(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -259,41 +246,27 @@ class BestCheckpoint(_Paced):
         self._say_if_it_told_nothing(trainer)
         super().on_train_end(trainer, pl_module)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, *args: Any) -> None:
         self._write(trainer)
-        super().on_exception(trainer, pl_module, exception)
+        super().on_exception(trainer, *args)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        if filepath == self._written[0]:
+        is_again = filepath == self._written[0]
+        if is_again:
             self._held = None  # what is held is replaced
-        if filepath == self._written[0] and self._is_recent() and self._may_hold(trainer):
+        if is_again and self._is_recent() and self._may_hold(trainer):
             checkpoint = private.dump(trainer, bool(self.save_weights_only))
-            self._held = _copied(checkpoint), filepath
+            own = apply_to_collection(checkpoint, torch.Tensor, lambda t: t.detach().clone())
+            self._held = own, filepath
             private.note_saved(self, trainer.global_step, filepath)
         else:
             super()._save_checkpoint(trainer, filepath)
 
-    def _monitor_candidates(self, trainer: Trainer) -> dict[str, torch.Tensor]:
-        """Lightning's, whose `deepcopy` takes ten times as long."""
-        found = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in trainer.callback_metrics.items()
-        }
-        for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
-            logged = found.get(name)
-            found[name] = logged.int() if isinstance(logged, torch.Tensor) else torch.tensor(count)
-        return found
-
     def _may_hold(self, trainer: Trainer) -> bool:
-        if self.save_top_k != 1:  # what is replaced here goes on under another name
-            return False
-        if self._is_small is None:
-            module = trainer.lightning_module
-            size = sum(p.numel() * p.element_size() for p in module.parameters())
-            self._is_small = 4 * size < HELD  # optimizers keep up to three times as much
-        return self._is_small and trainer.world_size == 1
+        if self.save_top_k != 1 or trainer.world_size > 1:
+            return False  # of several files one that is replaced goes on under another name
+        size = sum(p.nbytes for p in trainer.lightning_module.parameters())
+        return 4 * size < HELD  # optimizers keep up to three times as much
 
     def _write(self, trainer: Trainer) -> None:
         if self._held is not None:
@@ -317,10 +290,6 @@ class LastCheckpoint(_Paced):
         kwargs: Lightning's.
     """
 
-    def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
-        super().__init__(every_seconds, **kwargs)
-        self._is_within_epoch = False
-
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         super().on_train_batch_end(trainer, *args, **kwargs)
         if (
@@ -332,12 +301,6 @@ class LastCheckpoint(_Paced):
             # not at the end of the epoch, which would count as trained; Lightning then saves no
             # more at this step
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
-            self._is_within_epoch = True
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        if self._is_within_epoch and trainer.is_global_zero:
-            os.utime(self.best_model_path)  # the one to go on from, of those of this step
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_due(trainer):
@@ -379,19 +342,3 @@ def _held_by(path: str, noted: dict[str, float], key: str) -> dict[str, float] |
     if found := next((figures for figures in own if figures["step"] == step), None):
         return dict(found)
     return noted if noted["step"] == step else None
-
-
-def _copied(value: Any) -> Any:
-    """With tensors and containers of its own, in a fifth of the time of `copy.deepcopy`."""
-    kind = type(value)
-    if kind in PLAIN:
-        return value
-    if isinstance(value, torch.Tensor):
-        return (value.detach() if value.requires_grad else value).clone()
-    if kind is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if kind is list:
-        return [_copied(item) for item in value]
-    if kind in (tuple, OrderedDict):
-        return kind(_copied(item) for item in (value.items() if kind is OrderedDict else value))
-    return copy.deepcopy(value)

@@ -10,6 +10,7 @@ import io
 import math
 import os
 import re
+import traceback
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -317,7 +318,7 @@ def loaded(
     try:
         return load()
     except RuntimeError as error:
-        if "loading state_dict" not in str(error):
+        if traceback.extract_tb(error.__traceback__)[-1].name != "load_state_dict":
             raise
         lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
         raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error

@@ -79,13 +79,13 @@ class ExactResume(Callback):
         loop: Any = trainer.fit_loop
         middle = saved is not None and loop.restarted_mid_epoch
         if saved is not None and middle:
-            _count_again(trainer, saved.get("batch_sizes"))
+            _count_again(trainer, saved["batch_sizes"])
             # Lightning can't know that they are.
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
         self._start_data(trainer, saved, middle)
         if saved is not None:
             _set_random_states(trainer, saved["random"])
-            _catch_up(trainer, saved.get("monitored", {}))
+            _catch_up(trainer, saved["monitored"])
             if middle:
                 _set_metric_states(pl_module, saved["metrics"])
                 self._sums = saved["sums"]
@@ -141,7 +141,7 @@ def _batch_sizes(trainer: Trainer) -> list[int | None]:
     return [getattr(loader, "batch_size", None) for loader in private.train_loaders(trainer)]
 
 
-def _count_again(trainer: Trainer, before: list[int | None] | None) -> None:
+def _count_again(trainer: Trainer, before: list[int | None]) -> None:
     """The batches of this epoch so far, of another size than before, by their samples."""
     now = _batch_sizes(trainer)
     if not before or not before[0] or not now[0] or before[0] == now[0]:

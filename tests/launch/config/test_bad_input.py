@@ -152,7 +152,7 @@ SHIPPED = [
 
 QUESTIONS = {
     "": "attnkit --help",
-    "--cfg job ~callbacks.kernels ~callbacks.curves": "results",
+    "--cfg job ~callbacks.kernels ~callbacks.curves": "epochs",
     # in this order: of the old callback, `verbose` would be left
     "--cfg job ~callbacks.kernels callbacks.kernels={_target_:attnkit.lightning.FiniteLoss}": (
         "kernels:\n    _target_: attnkit.lightning.FiniteLoss"

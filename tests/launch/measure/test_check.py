@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.decide import Request, decide
-from attnkit.launch.measure import stopwatch
-from attnkit.launch.measure.check import check
+from attnkit.launch.measure import check as checking
+from attnkit.launch.measure.check import Stopwatch, check
 from attnkit.launch.run import Run
 from attnkit.layers import ReceptiveField
 from attnkit.tasks.node_classification import DigitsGraphData
@@ -23,8 +23,8 @@ VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "trainer.max_
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(stopwatch, "ENOUGH", 0.1)
-    monkeypatch.setitem(stopwatch.MOST, "train", 5)
+    monkeypatch.setattr(checking, "ENOUGH", 0.1)
+    monkeypatch.setitem(checking.MOST, "train", 5)
 
 
 def figures_of(*argv):
@@ -218,7 +218,7 @@ def test_the_time_is_that_of_the_whole(monkeypatch, batches, given):
             num_sanity_val_steps=0,
         )  # fmt: skip
         trainer.fit_loop.min_epochs = 0
-        watch = stopwatch.Stopwatch(trainer, given) if watched else None
+        watch = Stopwatch(trainer, given) if watched else None
         trainer.callbacks.extend([watch] if watch else [])
         trainer.fit(module, *loaders[:2])
         trainer.test(module, loaders[2], verbose=False)
@@ -237,7 +237,7 @@ def test_other_processes_share_the_batches():
         accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1,
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0.5,
     )  # fmt: skip
-    watch = stopwatch.Stopwatch(trainer, {}, world=2)
+    watch = Stopwatch(trainer, {}, world=2)
     trainer.callbacks.append(watch)
     trainer.fit(Clocked([0.0]), loaders[0], loaders[1:])
     assert watch.batches("train") == 4

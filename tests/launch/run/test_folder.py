@@ -46,7 +46,7 @@ def test_commands_of_one_second_have_a_folder_each(hers):
     for seed, folder in enumerate(found):
         config = folders.load_config(folder)
         assert (config["seed"], config["run_dir"]) == (seed, str(folder))
-        assert config["callbacks"]["last"]["dirpath"] == f"{folder}/checkpoints"
+        assert config["callbacks"]["checkpoint"]["dirpath"] == f"{folder}/checkpoints"
         assert (folder / "checkpoints" / "last.ckpt").is_file()
     losses = {folders.load_results(folder)["test/loss"] for folder in found}
     assert len(losses) == 3

@@ -8,6 +8,18 @@ import pytest
 import torch
 from lightning import Trainer
 
+from attnkit.launch.config.compose import Composer
+from attnkit.launch.decide import Request, decide
+from attnkit.launch.modes import MODES
+from attnkit.launch.trainer import make_trainer
+from attnkit.lightning import (
+    BestCheckpoint,
+    ExactAccumulation,
+    LastCheckpoint,
+    Meter,
+    SafeCheckpoints,
+)
+
 WORKS = 0
 # Of each argument a value, and the line of its refusal. Those that work and change nothing of what
 # attnkit does are slow.
@@ -169,3 +181,16 @@ def test_a_run_with_more_epochs_than_asked_for_is_over(mine, attnkit, hers):
     state = json.loads(Path("run/state.json").read_text())
     assert (state["state"], state["ended_by"], state["epochs"]) == ("done", "max_epochs", 2)
     assert "test/loss" in json.loads(Path("run/results.json").read_text())
+
+
+def test_what_a_run_brings_itself_can_be_left_out():
+    def callbacks(*words):
+        job = decide(Request.read(Composer(None), ["task=vit", "trainer=cpu", *words]))
+        return [type(c) for c in make_trainer(job.runs[0], MODES["train"]).callbacks]
+
+    own = {"safe": SafeCheckpoints, "accumulation": ExactAccumulation, "last": LastCheckpoint}
+    usual = callbacks()
+    assert usual.index(ExactAccumulation) < usual.index(Meter)  # which reads the gradients
+    assert usual.index(BestCheckpoint) < usual.index(LastCheckpoint)  # which saves its state
+    for name, kind in own.items():
+        assert set(usual) - set(callbacks(f"callbacks.{name}=null")) == {kind}

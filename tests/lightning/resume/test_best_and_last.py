@@ -6,7 +6,6 @@ from collections import Counter, OrderedDict
 import pytest
 import torch
 from lightning import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from attnkit.lightning import BestCheckpoint, LastCheckpoint
 
@@ -173,29 +172,6 @@ def test_files_of_several_names_are_all_written(small_net, loader, make_trainer,
     assert {path.name: epoch_of(path) for path in tmp_path.glob("*.ckpt")} == {
         f"epoch={epoch}.ckpt": epoch for epoch in (2, 3, 4)
     }
-
-
-@pytest.mark.parametrize("logged", [{}, {"epoch": 7.0, "step": 5.0}])
-def test_what_names_may_be_made_of_is_lightnings(logged, small_net, loader, make_trainer, tmp_path):
-    found = []
-
-    class Logging(small_net):
-        def on_train_epoch_end(self):
-            self.log_dict(logged)
-
-    class Compared(BestCheckpoint):
-        def _monitor_candidates(self, trainer):
-            ours = super()._monitor_candidates(trainer)
-            found.append((ours, ModelCheckpoint._monitor_candidates(self, trainer)))
-            return ours
-
-    best = Compared(dirpath=tmp_path, filename="{epoch}-{step}", monitor="val/loss")
-    trainer = make_trainer(max_epochs=2, callbacks=[best], enable_checkpointing=True)
-    trainer.fit(Logging(), loader, loader)
-    assert len(found) == 2
-    for ours, theirs in found:
-        assert ours == theirs
-        assert [x.dtype for x in ours.values()] == [x.dtype for x in theirs.values()]
 
 
 def test_it_is_written_when_training_fails(small_net, loader, make_trainer, tmp_path):
