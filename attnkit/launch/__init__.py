@@ -13,7 +13,7 @@ folder, provenance, console   where a run writes, where it comes from, what it s
 measure/   run=check and run=bench
 records/   run=reproduce: experiments with published results
 processes/ ranks, torchrun and srun, GPUs, locks, OpenMP
-sweep/     many runs: trials, launchers, resuming, ranking and report; study/ (Optuna)
+sweep/     many runs: trials, launchers, resuming, studies by Optuna, ranking and report
 """
 
 import time

@@ -251,6 +251,11 @@ def unruly(tmp_path_factory) -> tuple[str, ...]:
     return ("--config-dir", str(folder), "task=unruly")
 
 
+PATIENCE = 600
+"""Seconds for a command to come to something: where others use the machine, a start alone takes
+two minutes."""
+
+
 class Command:
     """A command line in a process of its own; nothing of it is left when the test is over."""
 
@@ -266,7 +271,7 @@ class Command:
 
     def when(self, ready: Callable[[], object]) -> "Command":
         """Wait until something is so."""
-        last = time.monotonic() + 120
+        last = time.monotonic() + PATIENCE
         while not ready():
             assert time.monotonic() < last, "it never came to that"
             assert self.process.poll() is None, self.done().out
@@ -277,7 +282,7 @@ class Command:
         self.process.send_signal(signum)
         return self
 
-    def done(self, timeout: float = 120) -> Done:
+    def done(self, timeout: float = PATIENCE) -> Done:
         out, _ = self.process.communicate(timeout=timeout)
         return Done(self.process.returncode, out, out)
 

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from attnkit.lightning.errors import UserError
 
 _MISSING = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 _held: set[Path] = set()  # by this process
-_GLANCE = 0.2  # seconds of trying: `is_locked` in another process shares the lock for a moment
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
     # One object a path, which counts how often it was taken; it refuses to follow a link.
     lock = FileLock(path, is_singleton=True, thread_local=False, mode=0o666)
     try:
-        lock.acquire(timeout=-1 if wait else _GLANCE, poll_interval=0.02)
+        _acquire(lock, path, wait=wait)
     except Timeout:
         yield False
         return
@@ -55,6 +55,17 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
         if not again:
             _held.discard(path)
         lock.release()
+
+
+def _acquire(lock: FileLock, path: Path, *, wait: bool) -> None:
+    while True:
+        try:
+            lock.acquire(timeout=-1 if wait else 0)
+            return
+        except Timeout:
+            if is_locked(path):
+                raise
+            time.sleep(0.02)  # another process only looks, by `is_locked`
 
 
 def is_locked(path: Path) -> bool:

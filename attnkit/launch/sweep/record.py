@@ -7,9 +7,9 @@ Neither torch nor Hydra is needed for any of it.
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,14 @@ class Trial:
     """Of a trial that is done."""
     error: str = ""
     """Of a trial that has failed, or why it was pruned."""
+
+    def now(self) -> "Trial":
+        """The same trial as it is found now."""
+        state: State = "running" if is_locked(self.lock) else progress(self.folder)
+        results = folders.load_results(self.folder) if state == "done" else {}
+        said = {"failed": ERROR, "pruned": PRUNED}.get(state)
+        error = (self.folder / said).read_text("utf-8").strip() if said else ""
+        return replace(self, state=state, results=results, error=error)
 
     @property
     def lock(self) -> Path:
@@ -121,12 +129,26 @@ def read_sweep(folder: Path) -> Sweep:
     Raises:
         UserError: it has no sweep.json that can be read.
     """
-    content = _load(folder)
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}") from error
+    if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
+        version = content["version"]
+        raise UserError(f"{path}: of version {version!r}, this attnkit reads version {VERSION}")
+    if problem := _problem(content):
+        raise UserError(f"{path}: not the record of a sweep: {problem}")
     facts: dict[str, Any] = {
         n: tuple(v) if isinstance(v := content[n], list) else v for n in _FACTS
     }
-    trials = tuple(_found(folder, facts["keys"], record) for record in content["trials"])
-    return Sweep(folder, trials=trials, **facts)
+    trials = [
+        new_trial(folder, facts["keys"], number, record["overrides"], record["folder"]).now()
+        for number, record in enumerate(content["trials"])
+    ]
+    return Sweep(folder, trials=tuple(trials), **facts)
 
 
 @contextmanager
@@ -144,16 +166,24 @@ def held(folder: Path, key: str = "run_dir") -> Iterator[None]:
 
 
 def write_sweep(sweep: Sweep) -> None:
-    """Begin a sweep: write sweep.json, whole or not at all.
+    """Begin a sweep.
 
     Raises:
         UserError: another command has begun one in this folder.
     """
-    facts = {name: getattr(sweep, name) for name in _FACTS}
-    content = {"version": VERSION, **facts, "trials": [_record(t) for t in sweep.trials]}
     if (sweep.folder / FILE).exists():
         raise UserError(f"run_dir: {sweep.folder}: another sweep has just begun there")
-    _save(sweep.folder, content)
+    _save(sweep)
+
+
+def _save(sweep: Sweep) -> None:
+    """Write sweep.json, whole or not at all."""
+    content = {"version": VERSION, **{name: getattr(sweep, name) for name in _FACTS}}
+    content["trials"] = [
+        {"number": t.number, "folder": t.folder.name, "overrides": t.overrides}
+        for t in sweep.trials
+    ]
+    write_text(sweep.folder / FILE, f"{json.dumps(content, indent=2, ensure_ascii=False)}\n")
 
 
 def new_trial(
@@ -168,36 +198,36 @@ def new_trial(
     Args:
         name: of its folder; by default its number and, where they make one, its values.
     """
-    values = _values(keys, overrides)
-    if name is not None:
-        return Trial(number, folder / name, tuple(overrides), values)
-    # the number makes a name one of its own, so that long decimals need not be whole in it
-    named = [
-        f"{k.replace('/', '.')}={shortened([v])[v]}"
-        for k, v in values.items()
-        if _NAMING.fullmatch(v)
-    ]
-    name = "_".join([str(number), ",".join(named)]).rstrip("_")
-    name = name if len(name) <= _LONGEST else str(number)
+    given = {key_of(o): o.partition("=")[2] for o in overrides}
+    values = {key: given[key] for key in keys if key in given}
+    if name is None:
+        # the number makes a name one of its own, so that long decimals need not be whole in it
+        named = [
+            f"{k.replace('/', '.')}={shortened([v])[v]}"
+            for k, v in values.items()
+            if _NAMING.fullmatch(v)
+        ]
+        name = "_".join([str(number), ",".join(named)]).rstrip("_")
+        name = name if len(name) <= _LONGEST else str(number)
     return Trial(number, folder / name, tuple(overrides), values)
 
 
 def add_trial(folder: Path, overrides: Sequence[str], name: str | None = None) -> Trial:
     """Append a trial to a sweep whose trials are not known beforehand."""
-    content = _load(folder)
-    trial = new_trial(folder, content["keys"], len(content["trials"]), overrides, name)
-    content["trials"].append(_record(trial))
-    _save(folder, content)
+    sweep = read_sweep(folder)
+    trial = new_trial(folder, sweep.keys, len(sweep.trials), overrides, name)
+    _save(replace(sweep, trials=(*sweep.trials, trial)))
     return trial
 
 
 def change_trials(folder: Path, numbers: Sequence[int], changes: Sequence[str]) -> None:
     """Append overrides to those of these trials."""
-    content = _load(folder)
-    for record in content["trials"]:
-        if record["number"] in numbers:
-            record["overrides"] += changes
-    _save(folder, content)
+    sweep = read_sweep(folder)
+    changed = (
+        replace(t, overrides=(*t.overrides, *changes)) if t.number in numbers else t
+        for t in sweep.trials
+    )
+    _save(replace(sweep, trials=tuple(changed)))
 
 
 def find_sweep(given: object, key: str) -> Path:
@@ -236,42 +266,6 @@ def _rounded(text: str, digits: int) -> str:
     return f"{value:.{digits}g}"
 
 
-def _values(keys: Sequence[str], overrides: Sequence[str]) -> dict[str, str]:
-    given = {key_of(o): o.partition("=")[2] for o in overrides}
-    return {key: given[key] for key in keys if key in given}
-
-
-def _record(trial: Trial) -> dict[str, Any]:
-    return {"number": trial.number, "folder": trial.folder.name, "overrides": trial.overrides}
-
-
-def _found(folder: Path, keys: Sequence[str], record: Mapping[str, Any]) -> Trial:
-    place = folder / record["folder"]
-    overrides = tuple(record["overrides"])
-    values = _values(keys, overrides)
-    state: State = "running" if is_locked(place / folders.LOCK) else progress(place)
-    results = folders.load_results(place) if state == "done" else {}
-    said = {"failed": ERROR, "pruned": PRUNED}.get(state)
-    error = (place / said).read_text("utf-8").strip() if said else ""
-    return Trial(record["number"], place, overrides, values, state, results, error)
-
-
-def _load(folder: Path) -> dict[str, Any]:
-    path = folder / FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: can't be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
-        version = content["version"]
-        raise UserError(f"{path}: of version {version!r}, this attnkit reads version {VERSION}")
-    if problem := _problem(content):
-        raise UserError(f"{path}: not the record of a sweep: {problem}")
-    return content
-
-
 def _problem(content: Any) -> str:
     """What is wrong with a sweep.json, which may come from anyone."""
     if not isinstance(content, dict):
@@ -297,7 +291,3 @@ def _problem(content: Any) -> str:
 
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _save(folder: Path, content: Mapping[str, Any]) -> None:
-    write_text(folder / FILE, f"{json.dumps(content, indent=2, ensure_ascii=False)}\n")

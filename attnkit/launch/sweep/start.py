@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,18 +19,19 @@ from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import SUBDIR, is_launcher, trial_folder
 from attnkit.launch.decide import Request, check_resumable
 from attnkit.launch.processes.locks import holder
-from attnkit.launch.sweep.launchers import BASIC, Launch
+from attnkit.launch.sweep.launchers import BASIC, Launcher, read_launcher
 from attnkit.launch.sweep.record import (
     Sweep,
+    Trial,
     change_trials,
     find_sweep,
     held,
     new_trial,
     read_sweep,
+    write_sweep,
 )
-from attnkit.launch.sweep.run_trials import begin, check_trial, order_of, run_trials
-from attnkit.launch.sweep.study import loop as study
-from attnkit.launch.sweep.trial import Order, job_of
+from attnkit.launch.sweep.study import CHANGEABLE, Study, is_chosen
+from attnkit.launch.sweep.trials import Order, checked, run_trials
 from attnkit.lightning.errors import UserError
 
 # Launchers, and how much they may take; nothing that is a command, a path or a text of its own.
@@ -60,33 +62,70 @@ def sweep(
             raise UserError(f"{override.input_line}: must be the same for all trials")
     place = [o for o in overrides if key_of(o) == "run_dir"]
     rest = [o for o in overrides if o not in place]
-    if study.is_chosen(words):
-        return study.start(composer, rest, place, words, begun)
-    launch = Launch.read(composer, words)
-    combinations = _combinations(composer, rest)
-    request = Request.read(composer, [*combinations[0], *place])
+    plan = (Study if is_chosen(words) else _Grid)(composer, words, rest)
+    launcher = read_launcher(composer, words, plan.at_once)
+    request = Request.read(composer, [*plan.first, *place])
     root = request.folder(sweep=True)
-    names: list[str | None] = []
-    for number, combination in enumerate(combinations):
-        check_trial(composer, combination, root)
-        name = trial_folder(composer, words, combination, number)
-        if name is not None and name in names:
-            raise UserError(
-                f"{SUBDIR}: trials {names.index(name)} and {number} would share the folder {name}\n"
-                "  with ${hydra.job.num} in it, each has its own"
-            )
-        names.append(name)
+    orders = plan.check(root)
+    made = folders.create(root, fresh=request.config.get("run_dir") is None)
+    if made != root:  # another command took the name in the meantime
+        orders = plan.check(made)
+    begun(made)
+    with held(made):
+        planned = Sweep(
+            made,
+            (*overrides, *words),
+            plan.keys,
+            tuple(order.trial for order in orders),
+            plan.name,
+            hydra=tuple(words),
+            config_dir=str(composer.config_dir) if composer.config_dir else None,
+            allow=tuple(plan.allow),
+            working_dir=str(Path.cwd()),
+        )
+        write_sweep(planned)
+        return plan.begin(launcher, planned, orders)
 
-    root = folders.create(root, fresh=request.config.get("run_dir") is None)
-    keys = tuple(o.key_or_group for o in parsed if o.is_sweep_override())
-    made = [[o for o in c if key_of(o) != "allow"] for c in combinations]
-    trials = (new_trial(root, keys, n, made[n], name) for n, name in enumerate(names))
-    begun(root)
-    with held(root):
-        planned = begin(composer, root, overrides, words, keys, trials=tuple(trials))
-        print(f"{len(combinations)} trials in {root}", flush=True)
-        order = order_of(composer, planned, planned.allow)
-        return run_trials(launch, planned, order, [range(len(combinations))])
+
+class _Grid:
+    """All combinations of the values, a trial for each.
+
+    Args:
+        words: Hydra's.
+        rest: the other overrides.
+    """
+
+    name = "basic"
+    at_once = 1
+
+    def __init__(self, composer: Composer, words: Sequence[str], rest: Sequence[str]) -> None:
+        self.composer, self.words = composer, words
+        self.combinations = _combinations(composer, rest)
+        self.first = self.combinations[0]
+        parsed = composer.parse(rest)
+        self.keys = tuple(o.key_or_group for o in parsed if o.is_sweep_override())
+        self.allow = [o for o in rest if key_of(o) == "allow"]
+
+    def check(self, root: Path) -> list[Order]:
+        """All trials of a sweep in this folder, decided."""
+        orders: list[Order] = []
+        places: dict[Path, int] = {}
+        for number, combination in enumerate(self.combinations):
+            name = trial_folder(self.composer, self.words, combination, number)
+            own = [o for o in combination if key_of(o) != "allow"]
+            trial = new_trial(root, self.keys, number, own, name)
+            orders.append(checked(self.composer, trial, self.allow))
+            if (other := places.setdefault(trial.folder, number)) != number:
+                raise UserError(
+                    f"{SUBDIR}: trials {other} and {number} would share the folder {name}\n"
+                    "  with ${hydra.job.num} in it, each has its own"
+                )
+        return orders
+
+    def begin(self, launcher: Launcher, sweep: Sweep, orders: Sequence[Order]) -> int:
+        """Run them; returns the exit code."""
+        print(f"{len(orders)} trials in {sweep.folder}", flush=True)
+        return run_trials(launcher.run, sweep, [orders])
 
 
 def resume(
@@ -100,61 +139,65 @@ def resume(
     if given.is_sweep_override():
         raise UserError(f"{given.input_line}: one sweep at a time")
     sweep = read_sweep(find_sweep(given.value(), "resume"))
-    is_study = sweep.sweeper == study.NAME
+    is_study = sweep.sweeper == Study.name
     for override in (*overrides, *words):
         if key_of(override) in ("resume", "allow") or is_launcher(override):
             continue
-        if not (is_study and study.is_changeable(override)):
+        if not (is_study and key_of(override) in CHANGEABLE):
             more = "; n_trials, n_jobs and storage of hydra.sweeper" if is_study else ""
             raise UserError(
                 f"{override}: can't be changed when a sweep is resumed\n"
                 f"  can be changed: hydra/launcher and its settings{more}"
             )
-    allow = [o for o in overrides if key_of(o) == "allow"]
-    _check_permissions(composer, sweep, allow)
-    launcher = [w for w in words if is_launcher(w)] or _launcher_of(sweep)
+    sweep = _permitted(composer, sweep, overrides)
+    chosen = [w for w in words if is_launcher(w)] or _launcher_of(sweep)
     begun(sweep.folder)
     with held(sweep.folder, "resume"), _in_folder(sweep.working_dir):
         if is_study:
-            return study.go_on(composer, sweep, allow, [*launcher, *words])
-        order = order_of(composer, sweep, allow)
-        unfinished = [t.number for t in sweep.trials if t.state != "running" and order.wants(t)]
-        return _run(Launch.read(composer, launcher), sweep, order, unfinished)
+            study = Study.again(composer, sweep, words)
+            launcher = read_launcher(composer, chosen, study.at_once)
+            return study.run(launcher, sweep, [*chosen, *words])
+        unfinished = sweep.having("interrupted", "waiting")
+        return _run(composer, read_launcher(composer, chosen), sweep, unfinished)
 
 
 def retry(request: Request, launcher: object = None) -> int:
     """`run=retry sweep=DIR`: run the failed trials of a sweep again; returns the exit code."""
     changes = [o for o in request.overrides if key_of(o) not in ("run", "sweep", "allow")]
     check_resumable(changes)
-    sweep = read_sweep(find_sweep(request.config.get("sweep"), "sweep"))
     composer = request.composer
-    allow = [o for o in request.overrides if key_of(o) == "allow"]
-    _check_permissions(composer, sweep, allow)
-    launch = Launch.read(composer, request.words or _launcher_of(sweep))
-    failed = [trial.number for trial in sweep.having("failed")]
-    attempts = {str(trial.number): len(trial.errors) for trial in sweep.having("failed")}
-    order = order_of(composer, sweep, allow, retry=True, attempts=attempts, changes=tuple(changes))
+    sweep = read_sweep(find_sweep(request.config.get("sweep"), "sweep"))
+    sweep = _permitted(composer, sweep, request.overrides)
+    chosen = read_launcher(composer, request.words or _launcher_of(sweep))
     with held(sweep.folder, "sweep"), _in_folder(sweep.working_dir):
-        code = _run(launch, sweep, order, failed)
+        failed = sweep.having("failed")
+        code = _run(composer, chosen, sweep, failed, changes)
         if not failed:
             print("no trial has failed: nothing to try again")
-        if sweep.sweeper == study.NAME:
-            study.tell(composer, sweep, allow)
+        if sweep.sweeper == Study.name:
+            Study.again(composer, sweep).tell()
         return code
 
 
-def _run(launch: Launch, sweep: Sweep, order: Order, wanted: Sequence[int]) -> int:
-    for number in wanted:
-        job_of(order, sweep.trials[number])  # what is wrong with the command is said before any
-    if order.changes:
-        change_trials(sweep.folder, wanted, order.changes)
+def _run(
+    composer: Composer,
+    launcher: Launcher,
+    sweep: Sweep,
+    wanted: Sequence[Trial],
+    changes: Sequence[str] = (),
+) -> int:
+    orders = [Order.of(composer, trial, [*changes, *sweep.allow]) for trial in wanted]
+    if changes:
+        change_trials(sweep.folder, [trial.number for trial in wanted], changes)
     for trial in sweep.having("running"):
         print(f"trial {trial.number} is run by {holder(trial.lock)}")
     print(f"{len(wanted)} of {len(sweep.trials)} trials in {sweep.folder}", flush=True)
-    return run_trials(launch, sweep, order, [wanted])
+    return run_trials(launcher.run, sweep, [orders])
 
 
-def _check_permissions(composer: Composer, sweep: Sweep, allow: Sequence[str]) -> None:
+def _permitted(composer: Composer, sweep: Sweep, overrides: Sequence[str]) -> Sweep:
+    """The sweep with what this command permits, which must be no less than it was started with."""
+    allow = tuple(o for o in overrides if key_of(o) == "allow")
     if sweep.config_dir and composer.config_dir is None:
         raise UserError(
             f"--config-dir: the sweep in {sweep.folder}\n"
@@ -165,6 +208,8 @@ def _check_permissions(composer: Composer, sweep: Sweep, allow: Sequence[str]) -
             f"allow: the sweep in {sweep.folder}\n"
             f"  was started with {' '.join(sweep.allow)}; give it again"
         )
+    config_dir = str(composer.config_dir) if composer.config_dir else None
+    return replace(sweep, config_dir=config_dir, allow=allow)
 
 
 def _launcher_of(sweep: Sweep) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from attnkit.lightning.callbacks.study import PRUNED, find_trial, load_study, make_pruner
+from attnkit.lightning.callbacks.study import PRUNED, make_pruner, open_study
 from attnkit.lightning.files import replacing
 
 
@@ -21,8 +21,7 @@ class Pruning(Callback):
         folder: of the run.
         storage: the file of a journal, or a URL of Optuna's.
         study: name of the study in it.
-        sweep: which of the study's sweeps.
-        number: of the trial in the sweep.
+        trial: its number in the study.
         monitor: the metric.
         pruner: name of the pruner: median, percentile, successive_halving, hyperband, threshold.
         options: arguments of Optuna's class.
@@ -36,22 +35,19 @@ class Pruning(Callback):
         folder: str | Path,
         storage: str,
         study: str,
-        sweep: str,
-        number: int,
+        trial: int,
         monitor: str,
         pruner: str = "median",
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.monitor = Path(folder), monitor
-        self.pruner = make_pruner(pruner, options)
-        self._study = load_study(storage, study, pruner=self.pruner)
-        self._trial = find_trial(self._study, sweep, number)
+        self.pruner, self.trial = make_pruner(pruner, options), trial
+        self._study = open_study(storage, study)
+        self._study.pruner = self.pruner
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report, and end the trial if the pruner says so; on every rank or on none."""
-        pruned = ""
-        if trainer.is_global_zero and self._trial is not None:
-            pruned = self._report(trainer)
+        pruned = self._report(trainer) if trainer.is_global_zero else ""
         if pruned := trainer.strategy.broadcast(pruned):
             from optuna import TrialPruned
 
@@ -63,11 +59,10 @@ class Pruning(Callback):
     def _report(self, trainer: Trainer) -> str:
         import optuna
 
-        assert self._trial is not None
         value = trainer.callback_metrics.get(self.monitor)
         if value is None or not math.isfinite(float(value)):
             return ""
-        frozen = self._study.get_trials(deepcopy=False)[self._trial.number]
+        frozen = self._study.get_trials(deepcopy=False)[self.trial]
         if frozen.state.is_finished():
             return ""
         trial = optuna.Trial(self._study, frozen._trial_id)

@@ -1,20 +1,21 @@
-"""Access to a study of Optuna: its storage, pruners and trials.
+"""The storage of a study of Optuna, and its pruners.
 
 Without torch, for whoever checks settings.
 """
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import absolute
 
 if TYPE_CHECKING:
+    from filelock import BaseFileLock
     from optuna import Study
     from optuna.pruners import BasePruner
     from optuna.storages import BaseStorage
-    from optuna.trial import FrozenTrial
 
 PRUNERS = {
     "none": "NopPruner",
@@ -27,13 +28,21 @@ PRUNERS = {
 PRUNED = "pruned.txt"
 """What the callback `Pruning` leaves in the folder of a run that it ended."""
 
-# User attributes of Optuna's trial: which trial of which sweep it is.
-SWEEP, NUMBER = "sweep", "number"
-
 
 def is_url(storage: str) -> bool:
     """Whether it is a URL, for Optuna alone to read, or else the path of a journal."""
     return "://" in storage
+
+
+def lock_of(journal: str | Path) -> "BaseFileLock":
+    """What each write to a journal holds; in one process it is one lock, which may be taken twice.
+
+    Optuna's own locks stay for half a minute when their process is killed.
+    """
+    from filelock import FileLock
+
+    file = absolute(str(journal))
+    return FileLock(file.with_name(f".{file.name}.lock"), is_singleton=True)
 
 
 def open_storage(storage: str, *, make: bool = False) -> "BaseStorage":
@@ -46,7 +55,6 @@ def open_storage(storage: str, *, make: bool = False) -> "BaseStorage":
         UserError: there is none, or Optuna can't use it.
     """
     import optuna
-    from filelock import FileLock
     from optuna.storages import JournalStorage, RDBStorage
     from optuna.storages.journal import JournalFileBackend
 
@@ -57,24 +65,35 @@ def open_storage(storage: str, *, make: bool = False) -> "BaseStorage":
     try:
         if is_url(storage):
             return RDBStorage(storage, skip_table_creation=not make)
-        # Optuna's own locks stay for half a minute when their process is killed.
-        lock = FileLock(file.with_name(f".{file.name}.write.lock"))
-        return JournalStorage(JournalFileBackend(str(file), lock_obj=lock))  # type: ignore[arg-type]
+        lock: Any = lock_of(file)
+        return JournalStorage(JournalFileBackend(str(file), lock_obj=lock))
     except Exception as error:
         raise UserError(f"Optuna can't use the storage {storage}: {first_line(error)}") from error
 
 
-def load_study(storage: str, name: str, **kwargs: Any) -> "Study":
-    """A study that is there.
+def open_study(storage: str, name: str, *, make: bool = False, maximize: bool = False) -> "Study":
+    """A study that prunes nothing by itself.
+
+    Args:
+        make: whether it is begun where there is none.
+        maximize: whether more is better, if it is begun.
 
     Raises:
-        UserError: it is not, or its storage can't be reached.
+        UserError: it is not there, or its storage can't be reached.
     """
     import optuna
 
-    opened = open_storage(storage)
+    opened, pruner = open_storage(storage, make=make), optuna.pruners.NopPruner()
+    if make:
+        return optuna.create_study(
+            storage=opened,
+            pruner=pruner,
+            study_name=name,
+            direction="maximize" if maximize else "minimize",
+            load_if_exists=True,
+        )
     try:
-        return optuna.load_study(study_name=name, storage=opened, **kwargs)
+        return optuna.load_study(study_name=name, storage=opened, pruner=pruner)
     except KeyError as error:
         raise UserError(f"no study {name} in {storage}") from error
 
@@ -90,17 +109,8 @@ def made(kind: str, make: Any, options: Mapping[str, Any]) -> Any:
     """A sampler or a pruner with these options."""
     from optuna.exceptions import ExperimentalWarning
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)
-        try:
-            return make(**options)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"hydra.sweeper.{kind}_options: {error}") from error
-
-
-def find_trial(study: "Study", sweep: str, number: int) -> "FrozenTrial | None":
-    """The study's newest trial for one of a sweep."""
-    wanted = {SWEEP: sweep, NUMBER: number}
-    trials = study.get_trials(deepcopy=False)
-    found = [t for t in trials if all(t.user_attrs.get(k) == v for k, v in wanted.items())]
-    return found[-1] if found else None
+    warnings.simplefilter("ignore", ExperimentalWarning)  # also for what it does later
+    try:
+        return make(**options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"hydra.sweeper.{kind}_options: {error}") from error

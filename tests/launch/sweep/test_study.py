@@ -23,9 +23,9 @@ from optuna.distributions import (  # noqa: E402
 from optuna.trial import TrialState  # noqa: E402
 
 from attnkit.launch.config.compose import Composer  # noqa: E402
-from attnkit.launch.sweep.study import space  # noqa: E402
+from attnkit.launch.sweep import search  # noqa: E402
 from attnkit.lightning import UserError  # noqa: E402
-from attnkit.lightning.callbacks.study import load_study  # noqa: E402
+from attnkit.lightning.callbacks.study import open_study  # noqa: E402
 
 OPTUNA = "hydra/sweeper=optuna"
 LEAN = ("callbacks.curves=null", "callbacks.cost=null", "logger.tensorboard=null")
@@ -38,7 +38,7 @@ DIGITS = (
 
 def study_of(url):
     """The study as Optuna itself reads it."""
-    return load_study(str(url), "attnkit")
+    return open_study(str(url), "attnkit")
 
 
 # --- the space ------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def composer():
     ],
 )
 def test_the_space(composer, text, expected):
-    (found,) = space.distributions(composer.parse([f"vars.x={text}"])).values()
+    (found,) = search.distributions(composer.parse([f"vars.x={text}"])).values()
     assert found == expected
 
 
@@ -82,15 +82,15 @@ def test_the_space(composer, text, expected):
 )
 def test_no_space(composer, text, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        space.distributions(composer.parse([f"vars.x={text}"]))
+        search.distributions(composer.parse([f"vars.x={text}"]))
 
 
 def test_values_come_back_exactly(composer):
     """What is written in a trial's command is what was asked for, to the last bit."""
     for value in (0.1 + 0.2, 1e-17 / 3, 12345678.000000001, 3, -0.0):
-        (text,) = space.texts({"++vars.x": value})
+        (text,) = search.texts({"++vars.x": value})
         assert composer.compose(["task=vit", text]).vars.x == value
-    assert space.texts({"a": "[1,2]"}) == ["a=[1,2]"]
+    assert search.texts({"a": "[1,2]"}) == ["a=[1,2]"]
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_failed_pruned_raised_and_retried(mine, attnkit, found, hers):
     study = study_of("sweep/study.journal")
     assert [t.state for t in study.trials] == [told[state] for state in states]
     for mine_, theirs in zip(trials.read_sweep(Path("sweep")).trials, study.trials, strict=True):
-        assert list(mine_.overrides[-2:]) == space.texts(theirs.params)
+        assert list(mine_.overrides[-2:]) == search.texts(theirs.params)
         if mine_.state == "done":
             assert theirs.value == mine_.results["val/loss_best"]
         if mine_.state == "pruned":
@@ -218,12 +218,12 @@ KILLED = """\
 import os, signal, sys
 import optuna
 from attnkit.launch.main import main
-from attnkit.launch.sweep.study import loop
+from attnkit.launch.sweep import study
 
 def killed(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
-owner = optuna.Trial if sys.argv[1] == "set_user_attr" else loop
+owner = optuna.Trial if sys.argv[1] == "set_user_attr" else study
 setattr(owner, sys.argv[1], killed)
 main(sys.argv[2:])
 """
@@ -252,7 +252,7 @@ def test_killed_while_it_asks(attnkit, found, hers):
     assert (nobodys.state, its.state, chosen.state) == (TrialState.FAIL, complete, complete)
     for trial, theirs in zip(trials.read_sweep(Path("sweep")).trials, (its, chosen), strict=True):
         assert theirs.value == trial.results["val/loss_best"]
-        assert list(trial.overrides[-1:]) == space.texts(theirs.params)
+        assert list(trial.overrides[-1:]) == search.texts(theirs.params)
 
     done = attnkit("-m", "resume=sweep", "--config-dir", hers, "hydra.sweeper.n_trials=1")
     assert done.code == 0, done.err

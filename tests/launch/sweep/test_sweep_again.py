@@ -1,10 +1,12 @@
 """Sweeps that are killed, resumed and retried: every trial runs once, whatever happens."""
 
+import copy
 import fcntl
 import json
 import os
 import re
 import signal
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +15,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnkit.launch.config.compose import Composer, readable, task_config
+from attnkit.launch.errors import Interrupted
 from attnkit.launch.processes import gpus as devices
 from attnkit.launch.processes.locks import is_locked, locked
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.start import _combinations
-from attnkit.launch.sweep.trial import Order
+from attnkit.launch.sweep.trials import Order, run_here
 from attnkit.lightning import UserError
 
 
@@ -132,6 +135,19 @@ def test_a_lock_goes_with_its_process(tmp_path):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert not is_locked(tmp_path / "lock")
+
+
+def test_who_only_looks_keeps_nobody_from_a_lock(tmp_path):
+    """As `is_locked` does, in a process that the system then leaves waiting."""
+    path = tmp_path / "lock"
+    path.touch()
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.5, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        with locked(path) as mine:
+            assert mine
+    with held_elsewhere(path), locked(path) as mine:
+        assert not mine
 
 
 # --- resume and retry -----------------------------------------------------------------------------
@@ -301,10 +317,29 @@ def test_a_key_that_is_gone_may_be_deleted_again():
         composer.compose(["task=vit", "~callbacks.fund"])
 
 
+@pytest.mark.slow
+def test_a_trial_that_a_batch_system_starts_again_goes_on(found, hers):
+    """What was decided before it first started says nothing of its checkpoint."""
+    folder = Path("sweep").absolute()
+    words = ["task=mine", "+callbacks.sent._target_=mine_of_the_tests.StopAt",
+             "+callbacks.sent.batch=4", "logger.tensorboard=null"]  # fmt: skip
+    trial = trials.new_trial(folder, (), 0, words)
+    order = Order.of(Composer(hers), trial, ())
+    with pytest.raises(Interrupted):
+        run_here(copy.deepcopy(order))
+    assert trial.now().state == "interrupted"
+    run_here(order)
+    assert trial.now().state == "done"
+    assert found.starts(trial) == ["train", "train, going on"]
+    assert found.steps(trial) == [5, 10]
+
+
 def test_no_late_job_tries_a_trial_twice(record):
     trial = trials.read_sweep(record).trials[1]
     (trial.folder / "state.json").write_text('{"state": "failed"}')
-    errors = len(trials.read_sweep(record).trials[1].errors)
-    for before, is_wanted in ((errors, True), (errors - 1, False)):
-        order = Order(str(record), retry=True, attempts={"1": before})
-        assert order.wants(trials.read_sweep(record).trials[1]) == is_wanted
+    for before, is_open in (
+        (len(trial.errors), True),
+        (len(trial.errors) - 1, False),
+        (None, False),
+    ):
+        assert Order(trial, None, attempts=before).is_open == is_open

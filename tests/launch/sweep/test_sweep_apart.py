@@ -2,11 +2,11 @@
 
 import json
 import os
+import pickle
 import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from attnkit.launch.processes import gpus as devices
 from attnkit.launch.processes.python import command_of
 from attnkit.launch.sweep import launchers
 from attnkit.launch.sweep import record as trials
-from attnkit.launch.sweep.run_trials import order_of
+from attnkit.launch.sweep.trials import Order
 from attnkit.lightning.resume import checkpoints
 
 QUICK = (
@@ -74,11 +74,11 @@ def test_ranks_of_a_trial_in_a_batch_job(found, unruly):
         "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
         "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1",
     }  # fmt: skip
-    order = json.dumps(asdict(order_of(composer, sweep, ())))
-    words = command_of("attnkit.launch.sweep.trial", order, "0")
-    done = subprocess.run(words, env={**os.environ, **slurm}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert found.states(folder) == ["done"], done.stdout + done.stderr
+    order = pickle.dumps(Order.of(composer, trial, ()))
+    words = command_of("attnkit.launch.sweep.trials")
+    done = subprocess.run(words, env={**os.environ, **slurm}, input=order, capture_output=True)
+    said = (done.stdout + done.stderr).decode()
+    assert (done.returncode, found.states(folder)) == (0, ["done"]), said
     assert json.loads((trial.folder / "results.json").read_text())["steps"] == 4
 
 
@@ -141,20 +141,19 @@ def test_a_signal_ends_the_steps_of_all(attnkit, found, start, launcher, signum)
 
 
 @pytest.mark.slow
-def test_a_trial_that_is_killed_fails_alone(attnkit, found, start):
-    command = start(
-        "-m", *QUICK, "trainer.max_epochs=60", "seed=1,2,3", "hydra/launcher=joblib",
-        "hydra.launcher.n_jobs=2", "run_dir=sweep",
-    )  # fmt: skip
-    command.when(lambda: list(Path("sweep").glob("1_*/checkpoints/last.ckpt")))
-    holder = next(Path("sweep").glob("1_*/.lock")).read_text()
-    os.kill(int(holder.split()[1]), signal.SIGKILL)
-    done = command.done()
+def test_a_trial_that_is_killed_fails_alone(attnkit, found, start, hers):
+    """It kills itself, in the epoch that is its seed; the others have no such epoch."""
+    done = start(
+        "--config-dir", hers, "-m", "task=mine", *QUICK[-1:], "seed=3,1,2",
+        "+callbacks.kill._target_=mine_of_the_tests.KillAt", "+callbacks.kill.epoch=${seed}",
+        "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "run_dir=sweep",
+    ).done()  # fmt: skip
     assert done.code == 1, done.out
     assert found.states("sweep") == ["done", "failed", "done"]
     (_, failed) = found.rows("sweep")  # the two seeds that are done are one row
     assert "killed by SIGKILL" in failed["error"]
-    done = attnkit("run=retry", "sweep=sweep", "hydra/launcher=basic")
+    again = ("run=retry", "sweep=sweep", "callbacks.kill=null", "hydra/launcher=basic")
+    done = attnkit("--config-dir", hers, *again)
     assert done.code == 0, done.err
     assert found.states("sweep") == ["done"] * 3
     assert "train, going on" in found.starts(trials.read_sweep(Path("sweep")).trials[1])
@@ -222,15 +221,15 @@ def test_twelve_trials_killed_resumed_and_retried(found, start):
 
 
 STUB = """\
-import json, os, sys, time
+import os, pickle, sys, time
 from pathlib import Path
-order, number = json.loads(sys.argv[1]), sys.argv[2]
+trial = pickle.load(sys.stdin.buffer).trial
 device = os.environ["CUDA_VISIBLE_DEVICES"]
-lock = Path(order["sweep"], device + ".held")
+lock = trial.folder.with_name(device + ".held")
 lock.open("x").close()  # an error where another trial has it
 time.sleep(0.05)
 lock.unlink()
-Path(order["sweep"], number + ".device").write_text(device)
+trial.folder.with_name(f"{trial.number}.device").write_text(device)
 """
 
 
@@ -239,14 +238,12 @@ def test_trials_at_once_share_out_the_gpus(monkeypatch, found, many, sharing):
     """Six trials on two GPUs: each has one for itself, or sees both where it takes none."""
     monkeypatch.setenv(devices.VARIABLE, "7,8")
     monkeypatch.setattr(launchers, "command_of", lambda *_: [sys.executable, "-c", STUB])
-    monkeypatch.setattr(launchers, "takes_one_gpu", lambda *_: sharing)
     folder = Path("sweep").absolute()
     made = [trials.new_trial(folder, (), number, ()) for number in range(6)]
     folder.mkdir()
     sweep = trials.Sweep(folder, (), (), tuple(made), working_dir=str(Path.cwd()))
     trials.write_sweep(sweep)
-    launch = launchers.Launch(launchers.Joblib(many), "job")
-    launch.run(order_of(Composer(), sweep, ()), range(6))
+    launchers.Joblib(many).run([Order(trial, None, sharing) for trial in made])
     assert found.states(folder) == ["waiting"] * 6  # none has failed
     seen = [(folder / f"{number}.device").read_text() for number in range(6)]
     assert set(seen) == ({"7", "8"} if sharing else {"7,8"})

@@ -1,4 +1,6 @@
-"""The search space of a study: sweeps in Hydra's own syntax as Optuna's distributions.
+"""What a study is asked: `hydra.sweeper.*`, and its search space.
+
+The space is written as sweeps in Hydra's own syntax, and read as Optuna's distributions.
 
 | written | searched |
 |---|---|
@@ -12,9 +14,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from hydra.core.override_parser.types import (
     ChoiceSweep,
@@ -24,10 +30,85 @@ from hydra.core.override_parser.types import (
     RangeSweep,
 )
 
+from attnkit.launch.config.compose import Composer
+from attnkit.launch.config.hydra_words import settings
+from attnkit.launch.config.sources import Origins
+from attnkit.launch.config.validate import check_node
+from attnkit.lightning.callbacks.study import PRUNERS
 from attnkit.lightning.errors import UserError
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
+
+
+NODE = "hydra.sweeper"
+PREFIX = f"{NODE}."
+SAMPLERS = {
+    "tpe": "TPESampler",
+    "random": "RandomSampler",
+    "gp": "GPSampler",
+    "cmaes": "CmaEsSampler",
+    "qmc": "QMCSampler",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a study does; the fields are the settings."""
+
+    n_trials: int = 20
+    """Of the whole study, whoever runs them; those that fail or are pruned count."""
+    n_jobs: int = 1
+    """How many are given to the launcher at once."""
+    metric: str | None = None
+    """Of validation; default: what callbacks.checkpoint monitors."""
+    direction: Literal["minimize", "maximize"] | None = None
+    """Of the metric; default: as is known of it by its name."""
+    sampler: Literal["tpe", "random", "gp", "cmaes", "qmc"] = "tpe"
+    sampler_options: dict[str, Any] | None = None
+    """Arguments of Optuna's class."""
+    pruner: Literal[
+        "none", "median", "percentile", "successive_halving", "hyperband", "threshold"
+    ] = "none"
+    pruner_options: dict[str, Any] | None = None
+    seed: int = 0
+    """Of the sampler."""
+    storage: str | Path | None = None
+    """The file of a journal, or a URL of Optuna's; default: a journal in the sweep's folder."""
+    study_name: str = "attnkit"
+    """Among the studies of a storage."""
+
+    @classmethod
+    def read(cls, composer: Composer, words: Sequence[str]) -> Settings:
+        """The settings among Hydra's words, checked without Optuna.
+
+        Raises:
+            UserError: one is wrong, or what it needs is not installed.
+        """
+        if find_spec("optuna") is None:
+            raise UserError(
+                "hydra/sweeper=optuna: the package optuna is not installed\n"
+                "  pip install 'attnkit[optuna]'"
+            )
+        own = cls(**settings(composer, words, NODE, cls, "hydra/sweeper=optuna"))
+        for name, least in (("n_trials", 1), ("n_jobs", 1), ("seed", 0)):
+            if (given := getattr(own, name)) < least:
+                raise UserError(f"{PREFIX}{name}: expected at least {least}, got {given}")
+        if own.metric is None and own.direction is not None:
+            raise UserError(f"{PREFIX}direction: needs {PREFIX}metric, whose direction it is")
+        if own.metric is not None and re.match(r"test\b", own.metric):
+            raise UserError(f"{PREFIX}metric={own.metric}: a study must not choose by the test")
+        if not own.study_name:
+            raise UserError(f"{PREFIX}study_name: expected a name")
+        if own.sampler == "cmaes" and find_spec("cmaes") is None:
+            raise UserError(f"{PREFIX}sampler=cmaes: needs the package cmaes: pip install cmaes")
+        for kind, target, options in (
+            ("sampler", f"optuna.samplers.{SAMPLERS[own.sampler]}", own.sampler_options),
+            ("pruner", f"optuna.pruners.{PRUNERS[own.pruner]}", own.pruner_options),
+        ):
+            node = {"_target_": target, **(options or {})}
+            check_node(f"{PREFIX}{kind}_options", node, Origins())
+        return own
 
 
 def distributions(swept: Sequence[Override]) -> dict[str, BaseDistribution]:

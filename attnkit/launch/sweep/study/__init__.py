@@ -1,1 +1,0 @@
-"""Sweeps whose trials Optuna chooses."""
