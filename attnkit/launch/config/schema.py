@@ -125,6 +125,9 @@ INSTEAD = {
 # Nodes that hold several objects by name.
 COLLECTIONS = ("logger", "callbacks")
 
+# What a run brings itself, if null does not leave it out.
+BROUGHT = {"logger": (), "callbacks": ("safe", "accumulation", "last")}
+
 # Arguments of lightning.Trainer that have a place of their own.
 ELSEWHERE = {
     "logger": "logger.<name>",

@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from attnkit.core.nearest import nearest
 from attnkit.launch.config import annotations, schema, signatures
 from attnkit.launch.config.signatures import Signature
@@ -37,7 +39,8 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
             check_node(key, node, origins, given=_given(key, config))
     for key in schema.COLLECTIONS:
         for name, node in (config.get(key) or {}).items():
-            if node is None:  # switched off
+            if node is None:
+                _check_switched_off(key, name, origins)
                 continue
             if not isinstance(node, dict) or "_target_" not in node:
                 hint = nearest(name, [n for n in config[key] if n != name])
@@ -53,6 +56,18 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
             raise _problem(origins, key, "missing: the task names no class for it", at="task")
     _check_values(config, origins)
     _check_parts(config, origins)
+
+
+def _check_switched_off(key: str, name: str, origins: Origins) -> None:
+    """Refuse null for what no configuration file brings: it would change nothing."""
+    at = f"{key}.{name}"
+    if not origins.typed(at) or name in schema.BROUGHT[key] or origins.written(at):
+        return
+    names = set(schema.BROUGHT[key])
+    for file in files("attnkit.conf").joinpath(key).iterdir():
+        names.update(yaml.safe_load(file.read_text()) or ())
+    if name not in names:
+        raise _problem(origins, at, f"nothing to switch off{nearest(name, names)}")
 
 
 def _settle_modes(config: dict[str, Any], origins: Origins) -> None:

@@ -36,6 +36,8 @@ SHIPPED = [
     ("callbacks.curves.pth=x", "callbacks.curves.pth: attnkit.lightning.LearningCurves"),
     ("callbacks.kernel.verbose=true", "callbacks.kernel: expected a mapping with _target_"),
     ("callbacks.kernel.verbose=true", "did you mean kernels?"),
+    ("callbacks.progres=null", "callbacks.progres: nothing to switch off; did you mean progress?"),
+    ("callbacks.cost=null", "callbacks.cost: nothing to switch off"),
     # values
     ("model.depth=abc", "model.depth: expected int, got 'abc' (str)"),
     ("model.dim=1.5", "model.dim: expected int, got 1.5 (float)"),
