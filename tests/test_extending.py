@@ -30,7 +30,12 @@ def test_commands(command, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     write_files(tmp_path, monkeypatch)
     words = shlex.split(command)[3:]
-    quick = ["trainer.max_epochs=1", "callbacks.cost=null", "callbacks.curves=null", "run_dir=run"]
+    quick = [
+        "trainer.max_epochs=1",
+        "callbacks.steps.cost=false",
+        "callbacks.curves=null",
+        "run_dir=run",
+    ]
     assert main([*words, *quick]) == 0
     logged = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert ("callbacks=grad_norm" in words) == ("train/norm_of_all" in logged)

@@ -209,7 +209,7 @@ def test_a_process_imports_from_where_this_one_does(monkeypatch):
 SHADOWING = ("statistics", "queue", "data", "token", "random", "csv", "torch", "yaml", "tasks")
 LEAN = (
     "model.depth=1", "model.dim=16", "model.num_heads=2", "trainer.limit_batches=2",
-    "trainer=cpu", "callbacks.curves=null", "callbacks.cost=null", "data.num_workers=0",
+    "trainer=cpu", "callbacks.curves=null", "callbacks.steps.cost=false", "data.num_workers=0",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from attnkit.tasks.summary import class_lines
 
 QUICK = (
     "trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=1", "callbacks.curves=null",
-    "callbacks.cost=null", "logger.tensorboard=null", "data.num_workers=0",
+    "callbacks.steps.cost=false", "logger.tensorboard=null", "data.num_workers=0",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from attnkit.launch.sweep.record import read_sweep
 
 QUICK = (
     "trainer.limit_batches=1", "trainer.max_epochs=1", "callbacks.curves=null",
-    "callbacks.cost=null", "logger.tensorboard=null", "callbacks.progress=null",
+    "callbacks.steps.cost=false", "logger.tensorboard=null", "callbacks.progress=null",
 )  # fmt: skip
 
 

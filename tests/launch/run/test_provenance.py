@@ -14,7 +14,7 @@ from attnkit.launch.provenance import git_state
 
 QUICK = (
     "trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "model.dim=24",
-    "model.depth=1", "callbacks.curves=null", "callbacks.cost=null",
+    "model.depth=1", "callbacks.curves=null", "callbacks.steps.cost=false",
     "callbacks.classes=null",
 )  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_none_is_left_out():
 
 @pytest.mark.parametrize(("text", "answer"), QUICK)
 def test_every_argument(mine, text, answer):
-    done = mine("run_dir=run", "callbacks.cost=null", f"trainer.{text}")
+    done = mine("run_dir=run", "callbacks.steps.cost=false", f"trainer.{text}")
     if answer != WORKS:
         assert done.code == 2, done.out
         assert answer in done.err
@@ -89,14 +89,14 @@ def test_every_other_argument(mine, text):
 
 VIT = (
     "task=vit", "model.depth=1", "model.dim=16", "model.num_heads=2", "data.num_workers=0",
-    "trainer=cpu", "callbacks.curves=null", "callbacks.cost=null", "callbacks.classes=null",
+    "trainer=cpu", "callbacks.curves=null", "callbacks.steps.cost=false", "callbacks.classes=null",
     "logger.tensorboard=null", "data.batch_size=32", "trainer.max_epochs=2",
 )  # fmt: skip
 CAPTIONING = (
     "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.stages=[[8],[8],[16]]",
     "decoder.dim=16", "decoder.num_heads=2", "data.num_train=24", "data.num_val=6",
     "data.num_test=6", "data.image_size=24", "data.batch_size=5", "callbacks.curves=null",
-    "callbacks.cost=null", "logger.tensorboard=null", "trainer.max_epochs=2",
+    "callbacks.steps.cost=false", "logger.tensorboard=null", "trainer.max_epochs=2",
 )  # fmt: skip
 GRAPH = ("task=graph", "trainer=cpu", "callbacks.nodes=null", "callbacks.curves=null",
          "logger.tensorboard=null", "trainer.max_epochs=2")  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LEAN = ("callbacks.curves=null", "callbacks.cost=null", "logger.tensorboard=null",
+LEAN = ("callbacks.curves=null", "callbacks.steps.cost=false", "logger.tensorboard=null",
         "callbacks.progress=null", "trainer.max_epochs=1")  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from attnkit.lightning import UserError  # noqa: E402
 from attnkit.lightning.callbacks.study import open_study  # noqa: E402
 
 OPTUNA = "hydra/sweeper=optuna"
-LEAN = ("callbacks.curves=null", "callbacks.cost=null", "logger.tensorboard=null")
+LEAN = ("callbacks.curves=null", "callbacks.steps.cost=false", "logger.tensorboard=null")
 RATE = "module.lr=tag(log,interval(1e-3,1e-1))"
 DIGITS = (
     "task=vit", "model.dim=16", "model.depth=1", "model.num_heads=2", "trainer.max_epochs=1",
