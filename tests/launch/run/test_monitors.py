@@ -8,8 +8,8 @@ CAPTIONING = (
     "data.num_test=7", "callbacks.curves=null", "logger.tensorboard=null",
 )  # fmt: skip
 SMALL = (
-    "trainer=cpu", "model.dim=24", "model.depth=2", "callbacks.curves=null", "callbacks.steps.cost=false",
-    "callbacks.classes=null", "logger.tensorboard=null",
+    "trainer=cpu", "model.dim=24", "model.depth=2", "callbacks.curves=null",
+    "callbacks.steps.cost=false", "callbacks.classes=null", "logger.tensorboard=null",
 )  # fmt: skip
 FILE = "callbacks: BestCheckpoint: nothing logs its monitor "
 

@@ -158,7 +158,8 @@ def halted(mine):
     """A sweep that Ctrl-C ended in its third trial."""
     done = mine(
         "-m", "module.interrupt_at=null,1", "module.fail_at=null,0", "trainer.max_epochs=2",
-        "callbacks.curves=null", "callbacks.steps.cost=false", "logger.tensorboard=null", "run_dir=sweep",
+        "callbacks.curves=null", "callbacks.steps.cost=false", "logger.tensorboard=null",
+        "run_dir=sweep",
     )  # fmt: skip
     assert done.code == 130, done.err
     return done
