@@ -243,7 +243,7 @@ def test_a_good_module_passes_every_check():
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_module_fails_the_checks_it_must_and_no_other(broken):
-    report = attnkit.check_attention(broken(), DIM, call=masked)
+    report = attnkit.check_attention(broken(), DIM, call=masked, num_tokens=5)
     expected = BROKEN[broken]
     assert {finding.check for finding in report.failures} == set(expected), str(report)
     for check, word in expected.items():
@@ -275,16 +275,17 @@ def test_permutation_is_reported_and_judged_if_asked():
     report = attnkit.check_attention(Positions(), DIM, checks=["permutation"])
     assert report["permutation"].verdict == "note"
     assert "not equivariant" in report["permutation"].seen
-    attnkit.assert_attention(Attention(), DIM, expect={"permutation": "pass"})
+    asked = {"checks": ["permutation"], "expect": {"permutation": "pass"}}
+    attnkit.assert_attention(Attention(), DIM, **asked)
     with pytest.raises(AssertionError, match="permutation is note, expected pass"):
-        attnkit.assert_attention(Positions(), DIM, expect={"permutation": "pass"})
+        attnkit.assert_attention(Positions(), DIM, **asked)
 
 
 def test_dropout_is_random_in_training_only():
     report = attnkit.check_attention(Dropout(), DIM, call=masked)
     assert report, str(report)
     assert report["dropout"].seen == "eval repeats to the bit, training is random"
-    seen = attnkit.check_attention(Attention(), DIM, call=masked)["dropout"].seen
+    seen = attnkit.check_attention(Attention(), DIM, checks=["dropout"])["dropout"].seen
     assert seen == "nothing is random; training equals eval to the bit"
     batch_norm = attnkit.check_attention(WithBatchNorm(), DIM, checks=["dropout"])["dropout"]
     assert batch_norm.verdict == "note"
@@ -297,9 +298,8 @@ def test_mixing_finds_that_there_is_nothing_to_check():
         report["mixing"].seen == "no output sees another token, so the other checks prove nothing"
     )
     assert not report
-    assert (
-        attnkit.check_attention(Causal(), DIM)["mixing"].seen == "an output sees 1 to 7 of 7 tokens"
-    )
+    report = attnkit.check_attention(Causal(), DIM, checks=["mixing"])
+    assert report["mixing"].seen == "an output sees 1 to 7 of 7 tokens"
 
 
 def test_output_that_is_not_finite():
@@ -364,10 +364,12 @@ def test_nan_in_padding_is_a_note_unless_it_is_kept_away():
     def clean(module, tokens, mask):
         return module(torch.where(mask[..., None], tokens, 0), mask)
 
-    finding = attnkit.check_attention(Attention(), DIM, call=masked)["padding_nonfinite"]
+    only = {"checks": ["padding_nonfinite"]}
+    (finding,) = attnkit.check_attention(Attention(), DIM, call=masked, **only)
     assert finding.verdict == "note"
     assert "NaN values reach real tokens: NaN or infinity" in finding.seen
-    attnkit.assert_attention(Attention(), DIM, call=clean, expect={"padding_nonfinite": "pass"})
+    (finding,) = attnkit.check_attention(Attention(), DIM, call=clean, **only)
+    assert finding.verdict == "pass"
 
 
 def test_without_a_mask_its_checks_are_skipped_with_the_reason():

@@ -16,6 +16,16 @@ TOLERANCES = {
 FUDGE = 3
 
 
+def with_third(first, second, third):
+    """Each of the first with each of the second, and with one of the third in turn."""
+    third = list(third)
+    return [
+        (one, other, third[(i + j) % len(third)])
+        for i, one in enumerate(first)
+        for j, other in enumerate(second)
+    ]
+
+
 def with_gradients(tensors, function=attend, **options):
     """Results and gradients, for gradients of the results that every dtype holds exactly."""
     results = function(*tensors, **options)

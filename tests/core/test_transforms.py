@@ -61,6 +61,7 @@ def test_inductor_equals_eager():
     )
 
 
+@pytest.mark.slow
 def test_compiled_code_takes_other_batch_and_token_sizes():
     block = MultiHeadAttention(22, 2)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -148,6 +149,7 @@ def test_scores_under_autocast(name):
         assert (gradient - right).norm() < 0.1 * right.norm()
 
 
+@pytest.mark.slow
 def test_dropout_in_compiled_blocks_is_that_of_the_backward(monkeypatch):
     monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": 6 * 11 * 3})
     query, key, value = (torch.randn(2, 6, tokens, 8) for tokens in (5, 11, 11))

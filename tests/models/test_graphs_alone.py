@@ -17,6 +17,7 @@ from attnkit import (
 
 IN, HIDDEN, CLASSES, EDGE_DIM = 5, 12, 3, 2
 SIZES = (7, 1, 11, 2, 7)  # two of the same size
+READOUTS = "node", "graph", "edge"
 ORDERS = {"as given": [0, 1, 2, 3, 4], "the other way": [4, 3, 2, 1, 0], "two": [2, 0]}
 
 GATS = {
@@ -50,7 +51,7 @@ def models():
     yield "SGFormer", lambda: SGFormer(IN, HIDDEN, CLASSES, num_layers=2, heads=2)
     yield "Polynormer", lambda: Polynormer(IN, HIDDEN, CLASSES, num_local_layers=2, heads=3)
     for name, options in TRANSFORMERS.items():
-        for readout in ("node", "graph", "edge"):
+        for readout in READOUTS if name in ("softmax", "Exphormer") else READOUTS[:1]:
             yield (
                 f"{name}, {readout}",
                 lambda options=options, readout=readout: transformer(readout=readout, **options),

@@ -52,7 +52,13 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "captioner" else [])
+        for name in NETWORKS
+    ],
+)
 def test_a_step_of_one_rank_of_eight(name, one_of_eight):
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
     make, inputs = NETWORKS[name]

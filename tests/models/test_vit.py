@@ -45,9 +45,8 @@ def test_published_sizes(size, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    "variant", ["all", *(pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS if v != "all")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_compiled_exported_and_autocast(variant, images):
     torch._dynamo.reset()
     model = make(**VARIANTS[variant]).eval()

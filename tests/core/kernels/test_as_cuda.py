@@ -82,10 +82,12 @@ def make(form, dtype):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_kernel_that_serves(mask):
+    """The plain form with every mask, and each other one with every third."""
     ran = set()
+    place = list(MASKS).index(mask)
     with as_cuda.cuda_without_a_gpu():
         given = MASKS[mask]()
-        for form, dtype in CASES:
+        for form, dtype in CASES[:1] + CASES[1 + place % 3 :: 3]:
             tensors, options = make(form, dtype)
             inputs = check_inputs(*tensors, mask=given, **options)
             expected = (*tensors[0].shape[:3], tensors[2].shape[3])

@@ -35,6 +35,8 @@ CASES = {
     "dense": (Window(5, 3) & SOME, 331, 331),
     "grid": (Window2d(19, 23, 3, 2), 437, 437),
     "grid, prefix": (Window2d(23, 11, 1, 2, num_prefix_tokens=3), 256, 256),
+    "a row": (Window2d(1, 331, 0, 7), 331, 331),
+    "a column": (Window2d(331, 1, 7, 0), 331, 331),
     "small grid": (Window2d(5, 7, 13, 11, num_prefix_tokens=1), 36, 36),
     "grid & dense": (
         Window2d(19, 17, 2, 1, num_prefix_tokens=8) & SOME & Padding(torch.tensor([331, 2])),
@@ -147,7 +149,7 @@ def random_attention(draw):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 100))]
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 100))]
 )
 def test_random_compositions_equal_the_reference(seed, monkeypatch):
     draw = Random(seed)
@@ -214,49 +216,6 @@ def test_a_second_derivative_is_refused():
     output = attend(query, key, value, mask=Window(3, 5), backend="block_sparse")
     with pytest.raises(RuntimeError, match=r"'block_sparse' has no second derivative"):
         torch.autograd.grad(output.square().sum(), query, create_graph=True)
-
-
-def test_window_as_wide_as_the_sequence_is_full_attention():
-    tensors = make(331, 331, torch.float64)
-    full = with_gradients(tensors, backend="flash")
-    wide = with_gradients(tensors, mask=Window(330, 330), backend="block_sparse")
-    torch.testing.assert_close(wide, full)
-    grid = with_gradients(tensors, mask=Window2d(1, 331, 0, 330), backend="block_sparse")
-    torch.testing.assert_close(grid, full)
-
-
-def test_a_grid_of_one_row_is_a_line():
-    tensors = make(331, 331, torch.float64)
-    line = with_gradients(tensors, mask=Window(7, 7), backend="block_sparse")
-    for grid in (Window2d(1, 331, 0, 7), Window2d(331, 1, 7, 0)):
-        torch.testing.assert_close(with_gradients(tensors, mask=grid, backend="block_sparse"), line)
-
-
-def test_grid_is_a_loop_over_its_neighbourhoods():
-    height, width = 13, 11
-    query, key, value = (t.detach()[:, :1] for t in make(143, 143, torch.float64))
-    output = attend(query, key, value, mask=Window2d(height, width, 2, 3), backend="block_sparse")
-    maps = [t.unflatten(2, (height, width)) for t in (query, key, value, output)]
-    for y in range(height):
-        for x in range(width):
-            rows, columns = slice(max(0, y - 2), y + 3), slice(max(0, x - 3), x + 4)
-            near_keys, near_values = (m[:, :, rows, columns].flatten(2, 3) for m in maps[1:3])
-            scores = torch.einsum("bhd,bhkd->bhk", maps[0][:, :, y, x], near_keys) / 7**0.5
-            expected = torch.einsum("bhk,bhkd->bhd", scores.softmax(-1), near_values)
-            torch.testing.assert_close(maps[3][:, :, y, x], expected)
-
-
-@pytest.mark.parametrize("inside", [None, Causal(), Window(3, 5)], ids=str)
-def test_packed_equals_one_by_one(inside):
-    tensors = make(331, 331, torch.float64)
-    mask = Packed(LENGTHS) if inside is None else Packed(LENGTHS) & inside
-    actual = with_gradients(tensors, mask=mask, backend="block_sparse")
-
-    def one_by_one(*tensors):
-        pieces = zip(*(tensor.split(LENGTHS, dim=2) for tensor in tensors), strict=True)
-        return torch.cat([attend(*piece, mask=inside, backend="reference") for piece in pieces], 2)
-
-    torch.testing.assert_close(actual, with_gradients(tensors, one_by_one))
 
 
 class LargestOutput(TorchDispatchMode):

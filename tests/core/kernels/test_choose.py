@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from support import TOLERANCES, assert_equal, with_gradients
+from support import TOLERANCES, assert_equal, with_gradients, with_third
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -84,9 +84,9 @@ def test_reference_is_the_definition(size, name):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", list(masks_for(1, 1)))
+@pytest.mark.parametrize(
+    ("dtype", "name", "size"), with_third(TOLERANCES, masks_for(1, 1), SIZES), ids=str
+)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 def test_every_kernel_equals_the_reference(device, dtype, size, name, with_bias):
     mask = masks_for(*size[:2])[name]
@@ -162,7 +162,9 @@ def test_bias_gets_its_gradient():
     bias = torch.randn(HEADS, 5, 7, dtype=torch.float64, requires_grad=True)
     assert attnkit.explain_backends(query, key, value, bias=bias).chosen == "blockwise"
     assert torch.autograd.gradcheck(
-        lambda bias: attend(query, key, value, mask=Causal("top_left"), bias=bias), bias
+        lambda bias: attend(query, key, value, mask=Causal("top_left"), bias=bias),
+        bias,
+        fast_mode=True,
     )
     with torch.no_grad():
         assert attnkit.explain_backends(query, key, value, bias=bias).chosen == "flash"

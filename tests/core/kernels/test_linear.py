@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import FUDGE, TOLERANCES, Largest, with_gradients
+from support import FUDGE, TOLERANCES, Largest, with_gradients, with_third
 from torch.nn import functional as F
 
 import attnkit
@@ -53,9 +53,9 @@ def in_small_segments(request, monkeypatch):
         monkeypatch.setitem(recurrence.SEGMENT_ELEMENTS, "cpu", 1)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", list(masks_for(1)))
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize(
+    ("size", "name", "feature_map"), with_third(SIZES, masks_for(1), FEATURE_MAPS), ids=str
+)
 def test_it_is_the_definition(size, name, feature_map, in_small_segments):
     options = {"mask": masks_for(size[1])[name], "normalizer": Linear(feature_map)}
     tensors = make(*size)

@@ -85,8 +85,7 @@ def test_parts_are_of_what_gains_from_them(threads):
     assert parts(*tensors) == 1
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_and_exported_without_parts(dynamic):
+def test_compiled_and_exported_without_parts():
     """torch.compile cannot ask for the number of threads; nothing of it may be in the program."""
 
     class Attention(torch.nn.Module):
@@ -94,7 +93,7 @@ def test_compiled_and_exported_without_parts(dynamic):
             return attend(query, key, value)
 
     torch._dynamo.reset()
-    compiled = torch.compile(Attention(), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(Attention(), fullgraph=True, backend="aot_eager")
     for queries in (521, 577):
         tensors = make(1, 1, queries)
         torch.testing.assert_close(compiled(*tensors), attend(*tensors))

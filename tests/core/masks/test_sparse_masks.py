@@ -127,6 +127,15 @@ def test_dense_and_select_are_the_definition(name):
 
 @pytest.mark.parametrize("name", [name for name in CASES if "edges" not in name])
 def test_block_masks_are_the_definition(name):
+    mask, num_queries, num_keys, _ = CASES[name]
+    blocks = block_mask(mask, torch.empty(BATCH, HEADS, num_queries, 16), num_keys)
+    where = (torch.arange(size) for size in (BATCH, HEADS, num_queries, num_keys))
+    allowed = blocks.mask_mod(*torch.meshgrid(*where, indexing="ij"))
+    assert torch.equal(allowed, written_out(name))
+
+
+@pytest.mark.parametrize("name", ["packed & causal", "blocks by head"])
+def test_flex_attention_reads_block_masks(name):
     """What FlexAttention computes from the lowered mask, which on the CPU has a forward only."""
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -4,6 +4,7 @@ import copy
 import pickle
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -82,8 +83,7 @@ def of(mask, tensor_of):
     return next(leaf for leaf in leaves if getattr(leaf, "shape", None) == tensor_of.shape)
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "write"), [*product(MASKS, WRITES)][::2])
 def test_memory_that_is_written_to(name, write):
     make, first, second = MASKS[name]
     for backend in BACKENDS[name]:

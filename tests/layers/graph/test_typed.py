@@ -287,6 +287,7 @@ def test_what_is_wrong_is_named(call, error, message):
         call()
 
 
+@pytest.mark.slow
 def test_the_example_learns_which_edges_count(repository, capsys):
     example = runpy.run_path(str(repository / "docs" / "examples" / "typed_graph.py"))
     assert example["main"]() > 0.9

@@ -136,10 +136,9 @@ def test_gradcheck(fusion):
     assert torch.autograd.gradcheck(layer, some(2, 2, 3, 6))
 
 
-@pytest.mark.parametrize("fusion", ["add", "scale"])
-def test_compiled(fusion):
+def test_compiled():
     torch._dynamo.reset()
-    layer = randomised(layer_of(fusion))
+    layer = randomised(layer_of("add"))
     x = some()
     output, expected = torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x)
     torch.testing.assert_close(output, expected)

@@ -89,7 +89,7 @@ def test_padding_never_changes_what_is_pooled(score):
     pool = randomised(AttentionPool(DIM, HEADS, num_queries=2, mlp_ratio=2.0, score=score))
     tokens = some()
     alone = pool(tokens)
-    for amount in range(23):
+    for amount in (0, 1, 2, 9, 22):
         garbage = 1e4 * some(amount)
         padded = torch.cat([tokens, garbage], dim=1)
         lengths = torch.full((BATCH,), TOKENS)
@@ -150,12 +150,10 @@ def test_dropout_of_the_weights_in_training_only():
     assert torch.equal(pool.eval()(tokens), plain(tokens))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_compiled(masked):
+def test_compiled():
     torch._dynamo.reset()
     pool = randomised(AttentionPool(DIM, HEADS, num_queries=3, mlp_ratio=2.0))
-    tokens = some()
-    mask = Padding(torch.tensor([7, 0, 2])) if masked else None
+    tokens, mask = some(), Padding(torch.tensor([7, 0, 2]))
     compiled = torch.compile(pool, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens, mask), pool(tokens, mask))
 

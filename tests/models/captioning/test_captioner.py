@@ -122,7 +122,9 @@ def test_frozen_networks_stay_as_they_are():
     assert thawed.network.training
 
 
-@pytest.mark.parametrize("kind", [TransformerDecoder, RecurrentDecoder])
+@pytest.mark.parametrize(
+    "kind", [TransformerDecoder, pytest.param(RecurrentDecoder, marks=pytest.mark.slow)]
+)
 def test_learns_what_it_is_shown(kind):
     """Sixteen images, each with one bright patch, and where it is in words."""
     options = {"depth": 1, "num_heads": 4} if kind is TransformerDecoder else {}

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from support import with_third
 from torch import nn
 from torch.nn import functional as F
 
@@ -72,20 +73,23 @@ def every_sentence(vocabulary, longest):
 
 
 @pytest.mark.parametrize("name", ["learned", "recurrent"])
-@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0, -1.0])
 @torch.no_grad()
-def test_wide_beams_are_exhaustive(name, length_penalty):
+def test_wide_beams_are_exhaustive(name):
     decoder = made(name).eval()
     memory = a_memory()
-    found = generate(
-        decoder, memory, method="beam", num_beams=120, num_return=5, length_penalty=length_penalty
-    )
-    for item in range(BATCH):
+    likelihoods = [
+        [(log_probability(decoder, of_item, words), words)
+         for words in every_sentence(VOCABULARY, WORDS)]
+        for of_item in memory
+    ]  # fmt: skip
+    options = {"method": "beam", "num_beams": 120, "num_return": 5}
+    for penalty, item in product((0.0, 0.6, 2.0, -1.0), range(BATCH)):
+        if item == 0:
+            found = generate(decoder, memory, length_penalty=penalty, **options)
         all_of_them = [
-            (log_probability(decoder, memory[item], words) / ((5 + len(words)) / 6)
-             ** length_penalty, words)
-            for words in every_sentence(VOCABULARY, WORDS)
-        ]  # fmt: skip
+            (likelihood / ((5 + len(words)) / 6) ** penalty, words)
+            for likelihood, words in likelihoods[item]
+        ]
         best = sorted(all_of_them, reverse=True)[:5]
         for rank, (score, words) in enumerate(best):
             padded = words + [PAD] * (found.words.shape[2] - len(words))
@@ -135,9 +139,7 @@ def test_steps_are_plain_forwards_of_every_prefix(name, masked):
         words = torch.cat([words, torch.randint(END, 13, (BATCH, 3, 1))], dim=2)
 
 
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("name", "method", "masked"), with_third(DECODERS, METHODS, [False, True]))
 @torch.no_grad()
 def test_scores_are_those_of_one_plain_forward(name, method, masked):
     decoder, memory, mask = made(name, 13, 9).eval(), a_memory(), a_mask() if masked else None
@@ -174,7 +176,7 @@ def test_an_item_alone_says_the_same(name, method):
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_weights_follow_the_hypothesis_that_survived(name, method):
-    """Each sentence is said again alone, step by step, and what the steps looked at is seen."""
+    """Each sentence is said again, step by step, and what the steps looked at is seen."""
     decoder, memory = made(name, 13, 9).eval(), a_memory()
     said = seeded(decoder, memory, return_weights=True, **METHODS[method])
     words, weights = said.words, said.weights
@@ -182,17 +184,14 @@ def test_weights_follow_the_hypothesis_that_survived(name, method):
         words, weights = words[:, None], weights[:, None]
     assert weights.shape[-2:] == (words.shape[2], POSITIONS)
     attention = "*attention" if "Recurrent" in type(decoder).__name__ else "*.cross_attention"
-    for item in range(BATCH):
-        for rank in range(words.shape[1]):
-            sentence = words[item, rank]
-            num_words = int((sentence != PAD).sum())
-            state = decoder.start(memory[item : item + 1])
-            with attnkit.capture_attention(decoder, layers=attention) as captured:
-                for word in [START, *sentence[: num_words - 1].tolist()]:
-                    decoder.step(torch.tensor([word]), state)
-            seen = torch.stack([torch.cat(steps, dim=2)[0] for steps in captured.values()])
-            torch.testing.assert_close(weights[item, rank][:, :, :num_words], seen)
-            assert (weights[item, rank][:, :, num_words:] == 0).all()
+    sentences = words.flatten(0, 1)
+    state = decoder.start(memory.repeat_interleave(words.shape[1], dim=0))
+    with attnkit.capture_attention(decoder, layers=attention) as captured:
+        for said_before in (torch.full_like(sentences[:, 0], START), *sentences.T[:-1]):
+            decoder.step(said_before, state)
+    seen = torch.stack([torch.cat(steps, dim=2) for steps in captured.values()], dim=1)
+    is_word = (sentences != PAD)[:, None, None, :, None]
+    torch.testing.assert_close(weights.flatten(0, 1), seen * is_word)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -4,6 +4,7 @@ no edges: in every kernel that reads edges, by every score, and in what gives th
 import pytest
 import torch
 from edge_graphs import graphs, rand, results
+from support import with_third
 
 import attnkit
 from attnkit import EdgeFeatures, Edges, GraphAttention, attend, edge_weights
@@ -63,10 +64,12 @@ def averages(weights, edges, value):
     return output.index_add(1, target, weights[..., None] * value[:, source])
 
 
-@pytest.mark.parametrize("lanes_are", ["together", "in turn"])
-@pytest.mark.parametrize("dead", DEAD)
+@pytest.mark.parametrize(
+    ("dtype", "dead", "lanes_are"),
+    with_third(TOLERANCES, DEAD, ["together", "in turn"]),
+    ids=str,
+)
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_equals_a_target_without_edges(dtype, score, dead, lanes_are, monkeypatch):
     if lanes_are == "in turn":
         monkeypatch.setattr(scores, "GROUP", 1)
@@ -91,12 +94,9 @@ def test_equals_a_target_without_edges(dtype, score, dead, lanes_are, monkeypatc
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str
-)
-def test_equals_it_when_compiled(dtype, score):
+def test_equals_it_when_compiled():
     torch._dynamo.reset()
+    dtype, score = torch.float32, "gatv2"
     tensors, graph, left, _ = given("some targets", dtype)
     wanted = exact(tensors, left, SCORES[score](torch.float64))
     compiled = torch.compile(

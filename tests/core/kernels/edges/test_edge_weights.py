@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import Largest
+from support import Largest, with_third
 
 import attnkit
 from attnkit import (
@@ -66,9 +66,9 @@ def results(output, inputs):
     return [output, *gradients]
 
 
-@pytest.mark.parametrize("graph", list(GRAPHS))
-@pytest.mark.parametrize("score", list(SCORES))
-@pytest.mark.parametrize("with_features", [False, True], ids=["", "features"])
+@pytest.mark.parametrize(
+    ("graph", "score", "with_features"), with_third(GRAPHS, SCORES, [False, True])
+)
 def test_the_weights_are_those_of_the_definition(graph, score, with_features, computed_in):
     make_score, parameters = SCORES[score]
     mask = Edges(GRAPHS[graph], TARGETS, SOURCES)
@@ -134,7 +134,7 @@ def test_nothing_of_edges_times_channels_is_made(score, monkeypatch):
     monkeypatch.setattr(edge_scores, "GROUP", 2**13)
     monkeypatch.setattr(edge_scores, "BLOCK", 2**13)
     make_score, parameters = SCORES[score]
-    num_edges = 40_009
+    num_edges = 10_007
     mask = Edges(random_edges(num_edges), TARGETS, SOURCES)
     query, key = rand(HEADS, TARGETS, DIM, seed=1), rand(HEADS, SOURCES, DIM, seed=2)
     with Largest() as largest:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from edge_graphs import graphs, rand, random_graph, results
-from support import Largest
+from support import Largest, with_third
 
 import attnkit
 from attnkit import Additive, Cosine, EdgeFeatures, Edges, Gaussian, General, attend
@@ -75,8 +75,11 @@ def assert_is_the_definition(inputs, make_options):
     return output
 
 
-@pytest.mark.parametrize("graph", list(graphs()))
-@pytest.mark.parametrize("score", list(SCORES))
+@pytest.mark.parametrize(
+    ("graph", "score", "computed_in"),
+    with_third(graphs(), SCORES, ("one task", "tasks")),
+    indirect=["computed_in"],
+)
 def test_the_kernel_is_the_definition(graph, score, computed_in):
     inputs, make_score = given(score)
     mask = graphs()[graph]

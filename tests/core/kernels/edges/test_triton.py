@@ -361,17 +361,13 @@ def test_what_is_left_to_torch(device, monkeypatch):
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter serves the CPU")
 def test_without_triton_or_on_the_cpu(monkeypatch):
-    given = check_inputs(*(t.float() for t in tensors()), mask=edges_of("some", "cpu"))
-    assert not TritonEdgesKernel().serves(given)
-    program = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch, attnkit\n"
-        "q = torch.randn(1, 1, 3, 2)\n"
-        "edges = attnkit.Edges(torch.tensor([[0, 1], [1, 2]]), 3)\n"
-        "attnkit.attend(q, q, q, mask=edges, backend='edges')\n"
-    )
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", program], check=True, env=env)
+    """That nothing imports it before a kernel is asked for is in test_layering."""
+    narrow, mask = [tensor.float() for tensor in tensors()], edges_of("some", "cpu")
+    assert not TritonEdgesKernel().serves(check_inputs(*narrow, mask=mask))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not TritonEdgesKernel().serves(check_inputs(*narrow, mask=mask))
+    attend(*narrow, mask=mask, backend="edges")
 
 
 class Compiler:
@@ -393,16 +389,15 @@ class Compiler:
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(
-    "capability", [80, *(pytest.param(c, marks=pytest.mark.slow) for c in (90, 100))]
-)
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("name", "dtype", "dropout_p"),
     [
         ("scaled_dot", torch.bfloat16, 0.1),
-        pytest.param("gatv2", torch.float32, 0.0, marks=pytest.mark.slow),
-        pytest.param("tanh", torch.float16, 0.1, marks=pytest.mark.slow),
+        ("gatv2", torch.float32, 0.0),
+        ("tanh", torch.float16, 0.1),
     ],
 )
 def test_the_kernels_compile(
