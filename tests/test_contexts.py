@@ -348,8 +348,10 @@ def state(models):
     }
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
-@pytest.mark.parametrize("name", [*CASES, *MORE])
+EACH = [(name, bool(number % 2)) for number, name in enumerate([*CASES, *MORE])]
+
+
+@pytest.mark.parametrize(("name", "fails"), EACH)
 def test_two_threads_on_two_models(name, fails):
     two = Two((CASES | MORE)[name], fails)
     expected = [two.alone(number) for number in (0, 1)]
@@ -365,8 +367,7 @@ def test_two_threads_on_two_models(name, fails):
     assert state([model for model, _ in made]) == before
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
-@pytest.mark.parametrize("name", [*CASES, *MORE])
+@pytest.mark.parametrize(("name", "fails"), [(name, not fails) for name, fails in EACH])
 def test_two_tasks_on_two_models(name, fails):
     two = Two((CASES | MORE)[name], fails)
     expected = [two.alone(number) for number in (0, 1)]

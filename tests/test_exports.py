@@ -24,8 +24,17 @@ def _script(repository):
 
 SCRIPT = _script(Path(__file__).resolve().parent.parent)
 MODELS = SCRIPT.models()
-# of images and of a graph; every format of every model: the slow tests
+# of images and of a graph; every format of every model: test_every_format
 TRACED = ("model=vit", "model=graph_transformer model.global_attention=linear")
+# Of the same classes as others, or of those that test_configs.py trains.
+ALIKE = {
+    *(f"model={name}" for name in ("vit_tiny", "vit_small", "vit_base")),
+    *(f"model=cnn attention={name}" for name in ("channel", "danet", "eca", "se", "spatial")),
+    "model=cnn attention=window",
+    *(f"encoder=vit decoder={name}" for name in ("transformer", "lstm_hard")),
+    *(f"encoder=timm decoder={name}" for name in ("lstm", "lstm_hard")),
+    *(f"encoder=cnn decoder={name}" for name in ("transformer", "lstm")),
+}
 
 
 def outputs(module, *sizes):
@@ -45,7 +54,9 @@ def test_every_choice_is_there(repository):
             assert path.stem == "captioner" or any(known in name.split() for name in MODELS), known
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ALIKE)) for n in MODELS]
+)
 def test_load_gives_the_module_back(name, tmp_path):
     module = SCRIPT.random_module(MODELS[name])
     Export(tmp_path / "export", [])(module)
@@ -61,9 +72,8 @@ def test_load_gives_the_module_back(name, tmp_path):
         assert torch.equal(found[key], output)
 
 
-@pytest.mark.parametrize(
-    "name", [TRACED[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TRACED[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRACED)
 def test_torch_export(name, tmp_path):
     module = SCRIPT.random_module(MODELS[name])
     written = Export(tmp_path / "export", ["torch_export"])(module)

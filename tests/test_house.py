@@ -18,7 +18,9 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check", [pytest.param(c, marks=[pytest.mark.slow] * (c == "types")) for c in CHECKS]
+)
 def test_house(check, repository):
     _run([sys.executable, "-m", *CHECKS[check]], repository)
 

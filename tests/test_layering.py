@@ -145,7 +145,7 @@ def imported_by(name: str, tree: ast.Module, modules: dict[str, ast.Module]) -> 
     typing = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in names_of(node.test)
         for statement in node.body
         for inner in ast.walk(statement)
     }

@@ -16,8 +16,15 @@ PAGES = [README, *sorted((ROOT / "docs").glob("tutorials/*.md")),
          *(ROOT / "docs" / name for name in ("index.md", "attention.md"))]  # fmt: skip
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [(page, *block) for page in PAGES for block in BLOCK.findall(page.read_text())]
+
+
+def _is_long(code):
+    """It trains a model, or judges one of full size."""
+    return "attnkit.run(" in code or "attnkit.trust(" in code
+
+
 SNIPPETS = [
-    pytest.param(code, id=f"{page.stem}-{number}")
+    pytest.param(code, id=f"{page.stem}-{number}", marks=[pytest.mark.slow] * _is_long(code))
     for number, (page, language, name, code) in enumerate(BLOCKS)
     if language == "python" and not name
 ]

@@ -481,7 +481,7 @@ def captioning():
         yield called(encoder.check, images)
         yield called(encoder.forward, images)
     large = {"height": 96, "width": 160}
-    encoder = attnkit.TimmEncoder("resnet18", (96, 160), 18, dim=24)
+    encoder = attnkit.TimmEncoder("test_resnet", (96, 160), 18, dim=24)
     yield called(encoder.forward, torch.rand(2, 18, 96, 160), but=large)
     memory, there = floats("batch positions memory_dim"), trues("batch positions")
     words = integers("batch words", below="vocabulary_size")

@@ -65,7 +65,8 @@ def loader():
 @pytest.fixture
 def trainer(tmp_path):
     def made(callbacks, **options):
-        options = {"max_epochs": 3, "logger": False, "enable_checkpointing": False} | options
+        options = {"max_epochs": 3, "logger": False, "enable_checkpointing": False,
+                   "num_sanity_val_steps": 0} | options  # fmt: skip
         return lightning.Trainer(
             accelerator="cpu", default_root_dir=tmp_path, enable_progress_bar=False,
             enable_model_summary=False, callbacks=callbacks, **options,
@@ -80,7 +81,7 @@ def test_scores_and_pictures_go_to_every_logger(vit, loader, trainer, tmp_path, 
     board = TensorBoardLogger(tmp_path, name="", version="")
     table = MetricsCSV(tmp_path)
     interpret = Interpret(num_images=4, every_n_epochs=2)
-    trained = trainer([interpret], logger=[board, table], max_epochs=4)
+    trained = trainer([interpret], logger=[board, table], max_epochs=4, num_sanity_val_steps=1)
     trained.fit(vit(), loader, loader)
     said = capsys.readouterr().out
 
@@ -106,12 +107,13 @@ def test_the_scores_are_those_of_trust(vit, loader, trainer, tmp_path):
     interpret, module = Interpret(num_images=5, folder=tmp_path / "maps"), vit()
     trainer([interpret], max_epochs=1).fit(module, loader, loader)
     images = loader.dataset.tensors[0][:5]  # 0, 1, 2, 3, 4: of as many classes
-    trust = attnkit.explain(module, images).trust(removals=["mask"])
+    seen = attnkit.explain(module, images)
+    trust = seen.trust(removals=["mask"], full=False)
     score = trust["gap in p, tokens masked"]
     assert interpret.history["interpret_gap"] == [(1, pytest.approx(score.map, abs=1e-6))]
     assert interpret.history["interpret_random"] == [(1, pytest.approx(score.within, abs=1e-6))]
     assert interpret.history["interpret_gap_centre"] == [(1, pytest.approx(score.centre, abs=1e-6))]
-    share = float(attnkit.explain(module, images).share.mean())
+    share = float(seen.share.mean())
     assert interpret.history["interpret_prefix_share"] == [(1, pytest.approx(share, abs=1e-6))]
 
 
@@ -124,7 +126,7 @@ def test_the_cost_that_is_said_is_that_of_a_look(
     clock = SimpleNamespace(monotonic=lambda: next(now))
     monkeypatch.setattr(training, "time", clock)
     interpret = Interpret(5, every_n_epochs=2, folder=tmp_path / "maps")
-    trainer([interpret], max_epochs=6).fit(vit(), loader, loader)
+    trainer([interpret], max_epochs=6, num_sanity_val_steps=1).fit(vit(), loader, loader)
     said = capsys.readouterr().out
     assert "interpret: relevance of 5 images, about 7 s each time; 4 times, about 28 s\n" in said
     assert "interpret: 28.0 s, " in said
@@ -226,19 +228,20 @@ def test_of_as_many_classes_as_the_batch_has(vit, trainer, tmp_path):
 def test_training_is_the_same_with_it_and_after_a_resumption(vit, loader, trainer, tmp_path):
     """Weights bit for bit: no random number, gradient or mode is touched, dropout included."""
 
-    def fitted(interpret, max_epochs=2, **options):
+    def fitted(interpret, max_epochs=2, checks=0, **options):
         module = vit()
-        trained = trainer([interpret] if interpret else [], max_epochs=max_epochs)
+        trained = trainer([interpret] if interpret else [], max_epochs=max_epochs,
+                          num_sanity_val_steps=checks)  # fmt: skip
         trained.fit(module, loader, loader, **options)
         return module, trained
 
     first, again = (Interpret(num_images=2, every_n_epochs=1) for _ in "12")
-    plain, looked = fitted(None)[0], fitted(first)[0]
-    _, half = fitted(Interpret(num_images=2, every_n_epochs=1), max_epochs=1)
+    plain, looked = fitted(None)[0], fitted(first, checks=1)[0]
+    early, half = fitted(Interpret(num_images=2, every_n_epochs=1), max_epochs=1)
     half.save_checkpoint(tmp_path / "half.ckpt")
     resumed = [fitted(one, ckpt_path=tmp_path / "half.ckpt")[0] for one in (None, again)]
-    drawn = fitted(Interpret(num_images=2, every_n_epochs=1, trust="none", layer="*"))[0]
-    for one, other in ((plain, looked), (plain, drawn), resumed):
+    drawn = fitted(Interpret(num_images=2, trust="none", layer="*"), max_epochs=1)[0]
+    for one, other in ((plain, looked), (early, drawn), resumed):
         for name, value in one.state_dict().items():
             assert torch.equal(other.state_dict()[name], value), name
     assert [epoch for epoch, _ in again.history["interpret_gap"]] == [1, 2]
@@ -303,7 +306,7 @@ def test_a_layer_of_a_captioner(trainer, tmp_path):
 
 def test_a_layer_that_cannot_be_drawn_is_said_before_training(vit, loader, trainer):
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    before = trainer([Interpret(trust="none", layer=-1)], num_sanity_val_steps=0)
+    before = trainer([Interpret(trust="none", layer=-1)])
     with pytest.raises(UserError, match="layer: Classifier has neither attention with weights nor"):
         before.fit(Classifier(network), loader, loader)
     assert before.global_step == 0
@@ -322,10 +325,10 @@ def test_what_it_does_not_show_is_refused_before_training(vit, loader, trainer):
     with pytest.raises(
         UserError, match="Interpret: method: expected one of attention, value_weighted"
     ):
-        trainer([Interpret(method="rollot")]).fit(module, loader, loader)
+        trainer([Interpret(method="rollot")], num_sanity_val_steps=1).fit(module, loader, loader)
     module.explained = lambda batch: Explained(module, (batch[0], None))
     with pytest.raises(UserError, match="Interpret: expected images or captions, got a graph"):
-        trainer([Interpret()]).fit(module, loader, loader)
+        trainer([Interpret()], num_sanity_val_steps=1).fit(module, loader, loader)
     texts = DataLoader(TensorDataset(torch.rand(4, 3), torch.ones(4).long()))
     with pytest.raises(UserError, match="Interpret: expected a batch that begins with images"):
         trainer([Interpret()]).validate(Texts(), texts)

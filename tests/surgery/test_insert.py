@@ -3,7 +3,7 @@
 import copy
 import io
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import pytest
@@ -44,6 +44,11 @@ IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
 def network(name):
+    return copy.deepcopy(_network(name))
+
+
+@lru_cache(maxsize=3)  # most tests have one of these
+def _network(name):
     """With norms, biases and layer scales that show what is swapped or forgotten."""
     torch.manual_seed(0)
     library, name = name.split("/")
@@ -309,7 +314,7 @@ def test_compiled(name):
 
 
 def test_exported():
-    model = network("timm/mobilenetv3_small_050")
+    model = network("timm/test_resnet")
     insert_attention(model, SEModule, example=IMAGES[:1])
     program = torch.export.export(model, (IMAGES,))
     with torch.no_grad():

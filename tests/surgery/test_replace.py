@@ -80,8 +80,9 @@ def assert_close_to_the_largest(actual, expected):
     assert difference <= 1e-9 * expected.abs().max().clamp(min=1e-3)
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("name", "training"), [(name, bool(number % 2)) for number, name in enumerate(NETWORKS)]
+)
 def test_equal_outputs_and_gradients(name, training):
     model = network(name).train(training)
     expected, input_gradient, gradients = run(model, images())
@@ -119,7 +120,11 @@ def test_in_single_precision_and_copied(name):
             assert torch.equal(other(x), output)
 
 
-@pytest.mark.parametrize("name", ["vit", "beit", "eva02", "swin", "torchvision's swin"])
+@pytest.mark.parametrize(
+    "name",
+    ["vit", "swin", *(pytest.param(name, marks=pytest.mark.slow)
+                      for name in ("beit", "eva02", "torchvision's swin"))],
+)  # fmt: skip
 def test_recorded_captured_and_compiled(name):
     torch._dynamo.reset()
     model = network(name, torch.float32)

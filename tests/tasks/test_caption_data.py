@@ -496,15 +496,14 @@ def drawn(data, epoch, start=0):
     return [words for batch in loader for words in batch["words"].tolist()]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_captions_are_drawn_by_seed_and_epoch_alone(root, num_workers):
-    data = ready(make_csv(root, batch_size=3, num_workers=num_workers, val_fraction=0.1))
+def test_captions_are_drawn_by_seed_and_epoch_alone(root):
+    data = ready(make_csv(root, batch_size=3, num_workers=0, val_fraction=0.1))
     first = drawn(data, 0)
     assert drawn(data, 0) == first
     assert sorted(drawn(data, 1)) != sorted(first)
     # Resumed in the middle: the same captions come.
     assert drawn(data, 0, start=4) == first[4:]
-    other = ready(make_csv(root, batch_size=5, num_workers=0))
+    other = ready(make_csv(root, batch_size=5, num_workers=2))
     assert drawn(other, 0) == first
     data.seed, data.sets["train"].seed = 1, 1
     assert sorted(drawn(data, 0)) != sorted(first)

@@ -57,7 +57,7 @@ def module(data):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("captioning") / "run"
-    assert main([*SMALL, "trainer.max_epochs=2", f"run_dir={folder}"]) == 0
+    assert main([*SMALL, "trainer.max_epochs=1", f"run_dir={folder}"]) == 0
     return folder
 
 

@@ -160,10 +160,10 @@ def test_everything_random_follows_the_seed(tmp_path):
         trainer(tmp_path, max_epochs=epochs, limit_val_batches=0).fit(module, datamodule=data)
         return [images for images, _ in module.batches["train"]]
 
-    first, again, other = run(1, 5), run(1, 6), run(2, 5)
+    first, again, other = run(1, 5), run(1, 6), run(2, 5, epochs=1)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
     half = len(first) // 2  # the second epoch is another
+    assert not all(torch.equal(a, b) for a, b in zip(first[:half], other, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(first[:half], first[half:], strict=True))
 
 

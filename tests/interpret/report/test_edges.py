@@ -28,24 +28,28 @@ class Two(nn.Module):
         return self.last(self.first(x, edge_index).tanh(), edge_index)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def seen():
     torch.manual_seed(1)
     x = torch.randn(8, 3)
     return attnkit.explain(Two().eval(), (x, EDGES), method="relevance", index=0)
 
 
-def section_of(seen, labels=LABELS, fidelity=True):
+def section_of(seen, fidelity, labels=LABELS):
     graph = Explained(seen.model, None, truth=labels, class_names=NAMES)
-    return edge_section("Node 0", seen, seen.fidelity() if fidelity else None, graph)
+    return edge_section("Node 0", seen, fidelity, graph)
+
+
+@pytest.fixture(scope="module")
+def section(seen):
+    return section_of(seen, seen.fidelity())
 
 
 def html_of(section, tmp_path):
     return write_page(tmp_path / "page.html", [section], title="Nodes").read_text()
 
 
-def test_what_edges_and_nodes_say(seen, tmp_path):
-    section = section_of(seen)
+def test_what_edges_and_nodes_say(seen, section, tmp_path):
     first = seen.top(1)[0]
     assert f"First: {first.source} → {first.target} (" in section["alt"]
     says = section["says"]
@@ -58,10 +62,11 @@ def test_what_edges_and_nodes_say(seen, tmp_path):
     assert section["fidelity"] == str(seen.fidelity())
     assert f"{100 * seen.share:.0f} %" in section["notes"][0]
     assert section["table"][1][0] == f"{first.source} → {first.target}"
-    assert section_of(seen, labels=None)["table"][0][1] == "predicted class of its source"
-    assert section_of(seen, fidelity=False)["curves"] is None
+    less = section_of(seen, None, labels=None)
+    assert less["table"][0][1] == "predicted class of its source"
+    assert less["curves"] is None
     with pytest.raises(ValueError, match="labels: expected a class for each"):
-        section_of(seen, labels=LABELS[:2])
+        section_of(seen, None, labels=LABELS[:2])
     text = html_of(section, tmp_path)
     assert "<b>sheep" not in text
     assert "&lt;b&gt;sheep" in text
@@ -83,8 +88,8 @@ def test_the_curves_of_fidelity_are_in_words_too(seen):
     assert all(text in drawing for text in (f">p({name})<", ">k, edges<", ">20 random orders<"))
 
 
-def test_a_picture_is_the_same_each_time(seen):
-    assert section_of(seen)["drawing"] == section_of(seen)["drawing"]
+def test_a_picture_is_the_same_each_time(seen, section):
+    assert section_of(seen, None)["drawing"] == section["drawing"]
 
 
 def test_a_node_with_many_edges_takes_little_room(tmp_path):
@@ -98,8 +103,8 @@ def test_a_node_with_many_edges_takes_little_room(tmp_path):
     assert re.search(r"24 edges as wide as their value, .*\d+ not drawn", section["alt"])
 
 
-def test_pointer_and_keys_say_what_an_edge_is(seen, tmp_path, open_page):
-    html_of(section_of(seen), tmp_path)
+def test_pointer_and_keys_say_what_an_edge_is(seen, section, tmp_path, open_page):
+    html_of(section, tmp_path)
     page = open_page(tmp_path / "page.html", viewport={"width": 1100, "height": 900})
     said, rows = page.locator(".said"), seen.top(3)
     assert said.text_content().startswith("Point at an edge or a node")
