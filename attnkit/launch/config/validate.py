@@ -63,9 +63,11 @@ def _check_switched_off(key: str, name: str, origins: Origins) -> None:
     at = f"{key}.{name}"
     if not origins.typed(at) or name in schema.BROUGHT[key] or origins.written(at):
         return
-    names = set(schema.BROUGHT[key])
-    for file in files("attnkit.conf").joinpath(key).iterdir():
+    names, conf = set(schema.BROUGHT[key]), files("attnkit.conf")
+    for file in conf.joinpath(key).iterdir():
         names.update(yaml.safe_load(file.read_text()) or ())
+    for file in conf.joinpath("task").iterdir():
+        names.update(yaml.safe_load(file.read_text()).get(key) or ())
     if name not in names:
         raise _problem(origins, at, f"nothing to switch off{nearest(name, names)}")
 

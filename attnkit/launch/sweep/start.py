@@ -31,7 +31,7 @@ from attnkit.launch.sweep.record import (
     write_sweep,
 )
 from attnkit.launch.sweep.study import CHANGEABLE, Study, is_chosen
-from attnkit.launch.sweep.trials import Order, checked, run_trials
+from attnkit.launch.sweep.trials import Order, checked, orders_of, run_trials
 from attnkit.lightning.errors import UserError
 
 # Launchers, and how much they may take; nothing that is a command, a path or a text of its own.
@@ -186,9 +186,11 @@ def _run(
     wanted: Sequence[Trial],
     changes: Sequence[str] = (),
 ) -> int:
-    orders = [Order.of(composer, trial, [*changes, *sweep.allow]) for trial in wanted]
-    if changes:
+    if changes:  # a wrong one is the command's error, not that of the trials
+        orders = [Order.of(composer, trial, [*changes, *sweep.allow]) for trial in wanted]
         change_trials(sweep.folder, [trial.number for trial in wanted], changes)
+    else:
+        orders = orders_of(composer, wanted, sweep.allow)
     for trial in sweep.having("running"):
         print(f"trial {trial.number} is run by {holder(trial.lock)}")
     print(f"{len(wanted)} of {len(sweep.trials)} trials in {sweep.folder}", flush=True)

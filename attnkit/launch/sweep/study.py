@@ -31,7 +31,7 @@ from attnkit.launch.sweep.ranking import Metric
 from attnkit.launch.sweep.record import Sweep, Trial, add_trial, new_trial, read_sweep
 from attnkit.launch.sweep.report import best_command
 from attnkit.launch.sweep.search import PREFIX, SAMPLERS, Settings
-from attnkit.launch.sweep.trials import Order, checked, run_trials
+from attnkit.launch.sweep.trials import Order, checked, orders_of, run_trials
 from attnkit.lightning.callbacks import study as optunas
 from attnkit.lightning.console import three_digits
 from attnkit.lightning.errors import UserError
@@ -316,7 +316,7 @@ class Study:
         tried: set[int] = set()
         while trials := self._choose(tried):
             tried.update(trial.number for trial in trials)
-            yield [Order.of(self.composer, t, self.allow, self._pruning(t)) for t in trials]
+            yield orders_of(self.composer, trials, self.allow, self._pruning)
 
     def _choose(self, tried: Collection[int]) -> list[Trial]:
         """Trials that were broken off, then those that Optuna chooses."""
@@ -343,16 +343,18 @@ class Study:
         return add_trial(self.folder, overrides, name)
 
     def _pruning(self, trial: Trial) -> dict[str, Any]:
-        """The callback that reports the trial; none without a pruner."""
+        """The callback that reports the trial; none without a pruner, or where the storage does
+        not know the trial: it was moved, or another storage was given."""
         own = self.settings
-        if own.pruner == "none":
+        asked = self._asked().get((self.sweep, trial.number))
+        if own.pruner == "none" or asked is None:
             return {}
         # In the sweep's folder it stays where it is when the sweep is moved.
         storage = literal(self.storage) if own.storage else f"${{run_dir}}/../{JOURNAL}"
         node = {"_target_": "attnkit.lightning.Pruning", "folder": "${run_dir}", "storage": storage}
         node |= {"study": literal(own.study_name), "monitor": literal(self.metric.monitor)}
         node |= {"pruner": own.pruner, "options": own.pruner_options}
-        return {**node, "trial": self._asked()[self.sweep, trial.number].number}
+        return {**node, "trial": asked.number}
 
     def _show_best(self) -> None:
         """The best command line of the study, on screen and in a file."""

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,9 @@ class Order:
     """It takes one GPU, whichever it is."""
     attempts: int | None = None
     """Of a trial that has failed: how often before, so that no late process tries it twice."""
+    config_dir: Path | None = None
+    more: tuple[str, ...] = ()
+    """With which it was decided, for one that goes on after all."""
 
     @classmethod
     def of(
@@ -82,7 +85,8 @@ class Order:
         is_one = is_on_gpu and trainer.get("devices") in (1, "1")
         is_typed = "trainer.devices" in map(key_of, (*trial.overrides, *more))
         attempts = len(trial.errors) if trial.state == "failed" else None
-        return cls(trial, job, is_one and not is_typed, attempts)
+        one_gpu = is_one and not is_typed
+        return cls(trial, job, one_gpu, attempts, composer.config_dir, tuple(more))
 
     @property
     def is_open(self) -> bool:
@@ -99,6 +103,26 @@ def checked(composer: Composer, trial: Trial, allow: Sequence[str]) -> Order:
     except UserError as error:
         said = [*str(error).splitlines()[:2], f"  in the trial {' '.join(trial.overrides)}"]
         raise UserError("\n".join(said)) from error
+
+
+def orders_of(
+    composer: Composer,
+    wanted: Iterable[Trial],
+    more: Sequence[str],
+    pruning: Callable[[Trial], Mapping[str, Any]] = lambda trial: {},
+) -> list[Order]:
+    """The orders of trials that are on record; one that cannot be decided has failed."""
+    orders = []
+    for trial in wanted:
+        try:
+            orders.append(Order.of(composer, trial, more, pruning(trial)))
+        except UserError as error:
+            with locked(trial.lock) as mine:
+                if mine:
+                    _keep_former_error(trial)
+                    save_error(trial.folder, summary(error))
+                    fail(error, CRASHED, f"trial {trial.number}: ")
+    return orders
 
 
 def run_trials(
@@ -165,14 +189,12 @@ def _run(order: Order, printing: Any = None) -> None:
         if not mine or not order.is_open:
             return
         try:
-            if progress(trial.folder) == "failed":  # error.txt becomes error_1.txt, …
-                kept = trial.folder / f"error_{len(trial.errors) + 1}.txt"
-                (trial.folder / ERROR).rename(kept)
+            _keep_former_error(trial)
             if not has_progress(trial.folder):
                 _clear(trial.folder)
             elif not job.resumed:  # a batch system has ended it, and starts it once more
-                configs = [folders.load_config(Path(c["run_dir"])) for c in (job.config, *job.runs)]
-                job = replace(job, resumed=True, config=configs[0], runs=configs[1:])
+                words = [setting("resume", trial.folder), *order.more]
+                job = decide(Request.read(Composer(order.config_dir), words))
             with printing or nullcontext():
                 carry_out(job)
         except Exception as error:
@@ -190,6 +212,12 @@ def has_progress(folder: Path) -> bool:
     return any(folders.is_finished(part) for part in parts[1:]) or any(
         next(part.glob(f"{folders.CHECKPOINTS}/*.ckpt"), None) for part in parts
     )
+
+
+def _keep_former_error(trial: Trial) -> None:
+    """Let error.txt of the attempt before become error_1.txt, …"""
+    if progress(trial.folder) == "failed":
+        (trial.folder / ERROR).rename(trial.folder / f"error_{len(trial.errors) + 1}.txt")
 
 
 def save_error(folder: Path, text: str) -> None:

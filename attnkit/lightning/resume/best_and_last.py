@@ -2,6 +2,7 @@
 epoch, from which it goes on. Neither is written after every epoch where epochs are short, as on
 small graphs."""
 
+import copy
 import math
 import os
 import shutil
@@ -256,8 +257,11 @@ class BestCheckpoint(_Paced):
             self._held = None  # what is held is replaced
         if is_again and self._is_recent() and self._may_hold(trainer):
             checkpoint = private.dump(trainer, bool(self.save_weights_only))
-            own = apply_to_collection(checkpoint, torch.Tensor, lambda t: t.detach().clone())
-            self._held = own, filepath
+            copies: dict[int, Any] = {}  # deepcopy refuses tensors that have a gradient to come
+            apply_to_collection(
+                checkpoint, torch.Tensor, lambda t: copies.setdefault(id(t), t.detach().clone())
+            )
+            self._held = copy.deepcopy(checkpoint, copies), filepath
             private.note_saved(self, trainer.global_step, filepath)
         else:
             super()._save_checkpoint(trainer, filepath)

@@ -318,7 +318,8 @@ def loaded(
     try:
         return load()
     except RuntimeError as error:
-        if traceback.extract_tb(error.__traceback__)[-1].name != "load_state_dict":
+        *_, (raised_in, _) = traceback.walk_tb(error.__traceback__)
+        if raised_in.f_code is not torch.nn.Module.load_state_dict.__code__:
             raise
         lines = [line.strip() for line in str(error).splitlines()[1:] if line.strip()]
         raise UserError(f"ckpt: {ckpt} does not fit the model\n  {lines[0][:300]}") from error
