@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from attnkit.launch import folder as folders
 from attnkit.launch import provenance
@@ -148,7 +149,11 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
             raise UserError(f"run={mode.name}: not with -m; one configuration at a time")
     if request.config.get("resume") is not None:
         return _resumed(request)
-    check_uses(request)
+    try:
+        check_uses(request)
+    except OmegaConfBaseException:  # of a reference that leads nowhere
+        request.plain(request.config)  # which says it with its key
+        raise
     fresh = request.config.get("run_dir") is None
     is_of_checkpoint = request.config.get("ckpt") is not None and "ckpt" in mode.uses
     home = None
@@ -162,7 +167,11 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     folder = run_dir or request.folder()
     config["run_dir"] = literal(str(folder))
     if mode.rules:
-        named(mode.rules)(request)
+        try:
+            named(mode.rules)(request)
+        except OmegaConfBaseException:
+            request.plain(config)
+            raise
     top, allow = request.plain(config)
     runs = [
         request.plain(config, run_dir=str(folder / name), **values)[0]

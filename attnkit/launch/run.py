@@ -79,6 +79,7 @@ class Run:
         self._asked = callbacks
         self._on_ready = on_ready
         self._started = time.perf_counter()
+        self._before = 0.0
         self._seed()
         report_lost_batches()
         self.newest = checkpoints.Newest(None, "", [])
@@ -97,6 +98,7 @@ class Run:
         The seconds of a run count from here, so that those of a sweep's trials compare: only the
         first of them imports, and decodes what all share.
         """
+        self._before = self._seconds_before()  # now: training replaces the checkpoint
         self._started = time.perf_counter()
         self._on_ready(self)
 
@@ -331,7 +333,7 @@ class Run:
     def save(self, figures: Mapping[str, float]) -> None:
         """Add figures to results.json."""
         if self.trainer.is_global_zero:
-            seconds = round(self._seconds_before() + time.perf_counter() - self._started, 2)
+            seconds = round(self._before + time.perf_counter() - self._started, 2)
             known = {**folders.load_results(self.folder), **figures}
             folders.save_results(self.folder, {**known, "num_seeds": 1, "seconds": seconds})
 
@@ -344,7 +346,8 @@ class Run:
                 raise KeyboardInterrupt from None
             raise
         except (MisconfigurationException, RuntimeError) as error:
-            if about_monitor := unlogged(error, self.trainer):
+            trainer = getattr(self, "trainer", None)  # the data may fail before there is one
+            if trainer is not None and (about_monitor := unlogged(error, trainer)):
                 raise about_monitor from error
             if not isinstance(error, MisconfigurationException):
                 raise

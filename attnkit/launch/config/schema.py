@@ -125,8 +125,15 @@ INSTEAD = {
 # Nodes that hold several objects by name.
 COLLECTIONS = ("logger", "callbacks")
 
-# What a run brings itself, if null does not leave it out.
-BROUGHT = {"logger": (), "callbacks": ("safe", "accumulation", "last")}
+# What a run brings itself, if null does not leave it out, and what can be set of it.
+BROUGHT: dict[str, dict[str, str]] = {
+    "logger": {},
+    "callbacks": {
+        "safe": "nothing can be set",
+        "accumulation": "nothing can be set",
+        "last": "only callbacks.checkpoint.every_seconds is set",
+    },
+}
 
 # Arguments of lightning.Trainer that have a place of their own.
 ELSEWHERE = {

@@ -46,6 +46,8 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
                 hint = nearest(name, [n for n in config[key] if n != name])
                 if files("attnkit.conf").joinpath(f"{key}/{name}.yaml").is_file():
                     hint = f"; {key}={name} brings it"
+                elif name in schema.BROUGHT[key]:
+                    hint = f"; of what a run brings itself {schema.BROUGHT[key][name]}"
                 expected = "a mapping with _target_"
                 raise _problem(origins, f"{key}.{name}", hint, expected=expected, given=node)
             check_node(f"{key}.{name}", node, origins)
@@ -68,6 +70,7 @@ def _check_switched_off(key: str, name: str, origins: Origins) -> None:
         names.update(yaml.safe_load(file.read_text()) or ())
     for file in conf.joinpath("task").iterdir():
         names.update(yaml.safe_load(file.read_text()).get(key) or ())
+    names.discard("defaults")  # Hydra's
     if name not in names:
         raise _problem(origins, at, f"nothing to switch off{nearest(name, names)}")
 

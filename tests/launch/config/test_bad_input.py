@@ -38,6 +38,10 @@ SHIPPED = [
     ("callbacks.kernel.verbose=true", "did you mean kernels?"),
     ("callbacks.progres=null", "callbacks.progres: nothing to switch off; did you mean progress?"),
     ("callbacks.cost=null", "callbacks.cost: nothing to switch off"),
+    ("callbacks.defaults=null", "callbacks.defaults: nothing to switch off"),
+    ("callbacks.last.every_seconds=9", "only callbacks.checkpoint.every_seconds is set"),
+    ("run=predict ckpt={file} images=${nope}", "images: ${nope} names no key"),
+    ("run=export ckpt={file} export.folder=${nope}", "export.folder: ${nope} names no"),
     # values
     ("model.depth=abc", "model.depth: expected int, got 'abc' (str)"),
     ("model.dim=1.5", "model.dim: expected int, got 1.5 (float)"),

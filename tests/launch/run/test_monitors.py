@@ -2,6 +2,8 @@
 
 import pytest
 
+from attnkit.tasks.image_classification import DigitsData
+
 CAPTIONING = (
     "task=captioning", "trainer=cpu", "encoder.dim=16", "encoder.stages=[[8],[8],[16]]",
     "decoder.dim=16", "data.image_size=24", "data.num_train=24", "data.num_val=6",
@@ -79,3 +81,16 @@ def test_a_schedule(mine, hers):
     assert done.code == 2
     assert "scheduler: nothing logs its monitor 'val/f1'; there are" in done.err
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", ["train", "bench"])
+def test_an_error_of_the_data_stays_what_it_is(attnkit, monkeypatch, mode):
+    """Also where there is no trainer yet."""
+
+    def breaks(self, stage):
+        raise RuntimeError("the file is damaged")
+
+    monkeypatch.setattr(DigitsData, "setup", breaks)
+    done = attnkit("task=vit", *SMALL[:-2], f"run={mode}", "run_dir=run")
+    assert done.code == 1
+    assert "the file is damaged" in done.err

@@ -19,8 +19,9 @@ from attnkit.launch.errors import Interrupted
 from attnkit.launch.processes import gpus as devices
 from attnkit.launch.processes.locks import is_locked, locked
 from attnkit.launch.sweep import record as trials
+from attnkit.launch.sweep.record import new_trial, progress
 from attnkit.launch.sweep.start import _combinations
-from attnkit.launch.sweep.trials import Order, run_here
+from attnkit.launch.sweep.trials import Order, orders_of, run_here
 from attnkit.lightning import UserError
 
 
@@ -344,3 +345,35 @@ def test_no_late_job_tries_a_trial_twice(record):
         (None, False),
     ):
         assert Order(trial, None, attempts=before).is_open == is_open
+
+
+SMALL = ["task=vit", "model.dim=16", "model.num_heads=2", "trainer=cpu"]
+
+
+def plant(trial, config):
+    """A checkpoint, with which a trial goes on, and what the trial is then said to be."""
+    (trial.folder / "checkpoints").mkdir(parents=True)
+    (trial.folder / "checkpoints" / "last.ckpt").touch()
+    (trial.folder / "config.yaml").write_text(config)
+
+
+def test_a_trial_that_cannot_be_decided_fails_alone(tmp_path, capsys):
+    broken, whole = (new_trial(tmp_path, (), number, SMALL) for number in range(2))
+    plant(broken, ": [")
+    for attempts in range(2):  # tried again, the error before is kept
+        (order,) = orders_of(Composer(), [broken, whole], [])
+        assert order.trial == whole
+        assert "config.yaml: not valid YAML" in capsys.readouterr().err
+        assert progress(broken.folder) == "failed"
+        assert len(broken.errors) == attempts
+
+
+def test_what_goes_on_after_all_is_decided_anew(tmp_path, capsys):
+    trial = new_trial(tmp_path, (), 0, SMALL)
+    order = Order.of(Composer(), trial, [])
+    hostile = OmegaConf.create(order.job.config)
+    hostile.trainer = {"_target_": "os.system", "command": "id"}
+    plant(trial, OmegaConf.to_yaml(hostile))
+    run_here(order)
+    assert "os.system is outside the allowed packages" in capsys.readouterr().err
+    assert progress(trial.folder) == "failed"

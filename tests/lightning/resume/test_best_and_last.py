@@ -29,6 +29,7 @@ class Lists(Callback):
 
     def __init__(self):
         self.state = {"list": [[]], "tuple": ([], 1), "counts": Counter(), "ordered": OrderedDict()}
+        self.state["set"] = set()
 
     def on_train_epoch_start(self, trainer, pl_module):
         epoch = trainer.current_epoch
@@ -36,6 +37,7 @@ class Lists(Callback):
         self.state["tuple"][0].append(torch.tensor(epoch))
         self.state["counts"][str(epoch)] = 2
         self.state["ordered"][epoch] = None
+        self.state["set"].add(epoch)
 
     def state_dict(self):
         return self.state
@@ -111,6 +113,7 @@ def test_what_is_held_is_the_state_of_its_epoch(small_net, loader, make_trainer,
         "tuple": ([torch.tensor(0), torch.tensor(1)], 1),
         "counts": Counter({"0": 2, "1": 2}),
         "ordered": OrderedDict({0: None, 1: None}),
+        "set": {0, 1},
     }
 
 

@@ -20,7 +20,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from attnkit.lightning import CheckpointError, RunError, SafeCheckpoints, UserError
 from attnkit.lightning import VerifiedCheckpointIO as IO
 from attnkit.lightning.files import replacing
-from attnkit.lightning.resume.checkpoints import check_writable, load, newest_intact, save
+from attnkit.lightning.resume.checkpoints import (
+    check_writable,
+    load,
+    newest_intact,
+    save,
+)
+from attnkit.lightning.resume.checkpoints import loaded as loaded_or_said
 
 
 @pytest.fixture
@@ -208,6 +214,19 @@ def test_a_moved_or_copied_folder_keeps_its_best(small_net, loader, make_trainer
     best = fit(tmp_path / "new", 3, tmp_path / "new" / "last.ckpt")
     assert best == str(tmp_path / "new" / "epoch=0.ckpt")
     assert (tmp_path / "old").exists() == (how == "copied")
+
+
+def test_only_torchs_own_error_says_that_weights_do_not_fit():
+    wanted = torch.nn.Linear(2, 3)
+    with pytest.raises(UserError, match=r"^ckpt: a\.ckpt does not fit the model\n  size"):
+        loaded_or_said(lambda: wanted.load_state_dict(torch.nn.Linear(2, 2).state_dict()), "a.ckpt")
+
+    class Other:
+        def load_state_dict(self, state):
+            raise RuntimeError("a state of another version")
+
+    with pytest.raises(RuntimeError, match="a state of another version"):
+        loaded_or_said(lambda: Other().load_state_dict({}), "a.ckpt")
 
 
 def test_hyper_parameters_are_checked_at_the_start(small_net, loader, make_trainer):
