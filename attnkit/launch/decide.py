@@ -1,7 +1,7 @@
 """What a command line asks for, decided and checked before anything is imported or written."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,14 @@ class Request:
         source = Source(path, "")
         return replace(self, config=config, origins=Origins(self.overrides, lambda: [source]))
 
+    def held_to(self, rules: Callable[["Request"], None]) -> None:
+        """Ask rules of a mode, which read values that are not resolved yet."""
+        try:
+            rules(self)
+        except OmegaConfBaseException:  # a reference leads nowhere
+            self.plain(self.config)  # which says of which key
+            raise
+
     def plain(self, config: DictConfig, **values: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         """The configuration with these values, resolved and checked; what packages it may name."""
         config = config.copy()
@@ -149,11 +157,7 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
             raise UserError(f"run={mode.name}: not with -m; one configuration at a time")
     if request.config.get("resume") is not None:
         return _resumed(request)
-    try:
-        check_uses(request)
-    except OmegaConfBaseException:  # of a reference that leads nowhere
-        request.plain(request.config)  # which says it with its key
-        raise
+    request.held_to(check_uses)
     fresh = request.config.get("run_dir") is None
     is_of_checkpoint = request.config.get("ckpt") is not None and "ckpt" in mode.uses
     home = None
@@ -167,11 +171,7 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     folder = run_dir or request.folder()
     config["run_dir"] = literal(str(folder))
     if mode.rules:
-        try:
-            named(mode.rules)(request)
-        except OmegaConfBaseException:
-            request.plain(config)
-            raise
+        request.held_to(named(mode.rules))
     top, allow = request.plain(config)
     runs = [
         request.plain(config, run_dir=str(folder / name), **values)[0]

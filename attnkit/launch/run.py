@@ -341,7 +341,8 @@ class Run:
         try:
             return named(self.mode.function)(self)
         except SystemExit:
-            if self.trainer.interrupted:  # Lightning's way to answer Ctrl-C
+            trainer = getattr(self, "trainer", None)
+            if trainer is not None and trainer.interrupted:  # Lightning's way to answer Ctrl-C
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt from None
             raise

@@ -52,9 +52,7 @@ def test_weights_times_values_is_the_output(query_key):
 def test_weights_have_gradients(query_key):
     query, key = (tensor.double().requires_grad_() for tensor in query_key)
     assert torch.autograd.gradcheck(
-        lambda query, key: attention_weights(query, key, rows=[0, 3], heads=1),
-        (query, key),
-        fast_mode=True,
+        lambda query, key: attention_weights(query, key, rows=[0, 3], heads=1), (query, key)
     )
 
 
