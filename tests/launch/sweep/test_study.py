@@ -191,6 +191,24 @@ def test_failed_pruned_raised_and_retried(mine, attnkit, found, hers):
     assert "callbacks.pruning" not in best
 
 
+def test_a_sweep_that_was_moved_goes_on_though_its_storage_does_not_know_it(
+    mine, attnkit, found, hers
+):
+    done = mine(
+        "-m", OPTUNA, RATE, *LEAN, "module.interrupt_at=1", "trainer.max_epochs=2",
+        "hydra.sweeper.n_trials=1", "hydra.sweeper.pruner=median",
+        "hydra.sweeper.storage=s.journal", "run_dir=sweep",
+    )  # fmt: skip
+    assert done.code == 130, done.err
+    Path("sweep").rename("moved")
+    (trial,) = trials.read_sweep(Path("moved")).trials
+    config = trial.folder / "config.yaml"
+    config.write_text(config.read_text().replace("interrupt_at: 1", "interrupt_at: null"))
+    done = attnkit("-m", "resume=moved", "--config-dir", hers)
+    assert done.code == 0, done.err
+    assert found.states("moved") == ["done"]
+
+
 @pytest.mark.slow
 def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     """Two sweep folders, one database; a third with another search is refused."""
