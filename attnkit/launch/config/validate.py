@@ -43,7 +43,9 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
                 _check_switched_off(key, name, origins)
                 continue
             if not isinstance(node, dict) or "_target_" not in node:
-                hint = nearest(name, [n for n in config[key] if n != name])
+                hint = "; null leaves it out"
+                if isinstance(node, dict):
+                    hint = nearest(name, [n for n in config[key] if n != name])
                 if files("attnkit.conf").joinpath(f"{key}/{name}.yaml").is_file():
                     hint = f"; {key}={name} brings it"
                 elif name in schema.BROUGHT[key]:

@@ -30,6 +30,7 @@ class Lists(Callback):
     def __init__(self):
         self.state = {"list": [[]], "tuple": ([], 1), "counts": Counter(), "ordered": OrderedDict()}
         self.state["set"] = set()
+        self.state["to come"] = 2 * torch.ones(1, requires_grad=True)  # its gradient
 
     def on_train_epoch_start(self, trainer, pl_module):
         epoch = trainer.current_epoch
@@ -114,6 +115,7 @@ def test_what_is_held_is_the_state_of_its_epoch(small_net, loader, make_trainer,
         "counts": Counter({"0": 2, "1": 2}),
         "ordered": OrderedDict({0: None, 1: None}),
         "set": {0, 1},
+        "to come": torch.tensor([2.0]),
     }
 
 
