@@ -377,3 +377,18 @@ def test_what_goes_on_after_all_is_decided_anew(tmp_path, capsys):
     run_here(order)
     assert "os.system is outside the allowed packages" in capsys.readouterr().err
     assert progress(trial.folder) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("words", "takes_one"),
+    [
+        (["trainer=auto"], True),
+        (["trainer=gpu"], True),
+        (["trainer=ddp"], False),  # takes all
+        (["trainer=cpu"], False),
+        (["trainer=auto", "trainer.devices=1"], False),  # typed: it is not to be shared out
+    ],
+)
+def test_which_trials_share_the_gpus_out(tmp_path, words, takes_one):
+    trial = new_trial(tmp_path, (), 0, ["task=vit", *words])
+    assert Order.of(Composer(), trial, []).one_gpu is takes_one
