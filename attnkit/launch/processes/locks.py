@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import socket
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from filelock import FileLock, Timeout
 from attnkit.lightning.errors import UserError
 
 _MISSING = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+# Seconds of trying: a worker that was just forked has its parent's lock until it closes the file.
+_FORKING = 0.2
 _held: set[Path] = set()  # by this process
 
 
@@ -60,12 +61,11 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
 def _acquire(lock: FileLock, path: Path, *, wait: bool) -> None:
     while True:
         try:
-            lock.acquire(timeout=-1 if wait else 0)
+            lock.acquire(timeout=-1 if wait else _FORKING, poll_interval=0.02)
             return
-        except Timeout:
+        except Timeout:  # else another process only looks, by `is_locked`
             if is_locked(path):
                 raise
-            time.sleep(0.02)  # another process only looks, by `is_locked`
 
 
 def is_locked(path: Path) -> bool:
