@@ -6,13 +6,15 @@ process can have, such as a function that is replaced, is changed by the first b
 and changed back by the last, in whatever order blocks of several threads end.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from threading import RLock, local
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import overrides
 from torch.utils import _python_dispatch
 
 Item = TypeVar("Item")
@@ -80,6 +82,7 @@ class Opened(Generic[Item]):
 
 _lock = RLock()
 _changes: dict[Hashable, tuple[AbstractContextManager[Any], int]] = {}
+_pauses: Counter[Hashable] = Counter()
 
 
 @contextmanager
@@ -91,6 +94,8 @@ def shared(key: Hashable, change: Callable[[], AbstractContextManager[Any]]) -> 
         else:
             made, number = change(), 0
             made.__enter__()
+            if _pauses[key]:
+                made.__exit__(None, None, None)
         _changes[key] = made, number + 1
     try:
         yield
@@ -99,13 +104,43 @@ def shared(key: Hashable, change: Callable[[], AbstractContextManager[Any]]) -> 
             made, number = _changes.pop(key)
             if number > 1:
                 _changes[key] = made, number - 1
-            else:
+            elif not _pauses[key]:
                 made.__exit__(None, None, None)
+
+
+@contextmanager
+def _paused(key: Hashable) -> Iterator[None]:
+    """In the block the process is as it was before `shared(key, …)` changed it, in all threads."""
+    with _lock:
+        if key in _changes and not _pauses[key]:
+            _changes[key][0].__exit__(None, None, None)
+        _pauses[key] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses[key] -= 1
+            if key in _changes and not _pauses[key]:
+                _changes[key][0].__enter__()
 
 
 def uncompiled() -> AbstractContextManager[None]:
     """In the block compiled modules run uncompiled, in all threads: torch has one stance."""
     return shared("stance", lambda: torch.compiler.set_stance("force_eager"))
+
+
+@contextmanager
+def compiled() -> Iterator[None]:
+    """In the block compiled functions run compiled, also inside `uncompiled`: for programs of ours
+    that hold all scores in memory when they are not compiled.
+
+    Modes that see torch's functions are off, since torch.compile would trace them, and compiles
+    nothing where it cannot. While it lasts, compiled modules of other threads run compiled, too.
+    """
+    with _paused("stance"), ExitStack() as stack:
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(overrides._pop_mode_temporarily())
+        yield
 
 
 def dispatch_flags_kept() -> AbstractContextManager[None]:

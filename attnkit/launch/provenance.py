@@ -11,19 +11,15 @@ import platform
 import subprocess
 import sys
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch.folder import ORIGIN, load_json, save_json
+from attnkit.lightning.versions import versions
 
 if TYPE_CHECKING:
     from lightning import Trainer
 
-PACKAGES = (
-    "attnkit", "torch", "lightning", "torchvision", "torchmetrics", "torch-geometric", "timm",
-    "numpy", "hydra-core", "safetensors",
-)  # fmt: skip
 _SLOW = 10.0  # seconds that git may take in a large repository
 
 
@@ -46,7 +42,7 @@ def started(folder: Path, command: str, trainer: Trainer, from_data: list[str]) 
         "system": platform.platform(),
         "devices": _devices(trainer),
         "python": platform.python_version(),
-        "packages": _versions() | {"torch": str(sys.modules["torch"].__version__)},
+        "packages": versions() | {"torch": str(sys.modules["torch"].__version__)},
         "git": git_state(Path.cwd()),
         "attnkit_git": git_state(Path(__file__).parent),
     }
@@ -107,16 +103,6 @@ def _devices(trainer: Trainer) -> dict[str, Any]:
     if device.type == "cuda":
         torch = sys.modules["torch"]
         found |= {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return found
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

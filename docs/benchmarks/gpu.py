@@ -34,6 +34,9 @@ LIMITS = CHECKS | TIMED
 Row = dict[str, object]
 
 
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]  # where attnkit is not installed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)

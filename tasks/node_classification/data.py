@@ -174,7 +174,7 @@ class GraphDataModule(SplitData):
                 f"data: expected {data.num_nodes} node_names, one for each node, "
                 f"got {len(self.node_names)}"
             )
-        self._graph = data
+        self._graph, self._whole = data, copy(data)
         if self.predicts:
             self.class_names = []  # those of the module count
         elif not self.class_names:
@@ -291,11 +291,11 @@ class GraphDataModule(SplitData):
         nodes of that training. What train and test share here was said in training."""
         graph, module = self.graph, self.trainer.lightning_module if self.trainer else None
         if not isinstance(module, KnowsItsTraining):
-            return graph
+            return self._whole
         known = was_trained_on(module, self._node_keys())
         if known is None:
             rank_zero_warn("test: it is not known which nodes the module was trained on")
-            return graph
+            return self._whole
         more = unknown_part(module)
         left = graph.test_mask & ~(known & ~(graph.train_mask | graph.val_mask))
         count, total = int(left.sum()), int(graph.test_mask.sum())
@@ -320,14 +320,15 @@ class GraphDataModule(SplitData):
                 f"test: {count:,} of {total:,} nodes; the others were in the module's training, "
                 f"whose data.seed, data.split or what else makes the split was another{more}"
             )
-            graph = copy(graph)
+            graph = copy(self._whole)
             graph.test_mask = left
-        elif more:
+            return graph
+        if more:
             rank_zero_warn(f"test: {total:,} nodes{more}")
-        return graph
+        return self._whole
 
     def loader(self, split: str) -> Any:
-        graph = self._tested() if split == "test" else self.graph
+        graph = self._tested() if split == "test" else self._whole
         if self.batch_size is None:
             return FullGraph(graph)
         every = torch.ones(graph.num_nodes, dtype=torch.bool)

@@ -74,6 +74,18 @@ def ready(classes=7, **options):
     return data
 
 
+def test_a_device_takes_the_batch_and_leaves_the_graph():
+    """PyG moves a graph in place: a test on a GPU compared keys of both devices."""
+    data = Random()
+    data.setup()
+    batches = [next(iter(data.loader(split))) for split in ("train", "val", "test", "predict")]
+    for batch in batches:
+        batch.to("meta")
+    assert batches[0] is batches[1]  # moved once
+    assert {tensor.device.type for tensor in data.graph.to_dict().values()} == {"cpu"}
+    assert data.training_keys().device.type == "cpu"
+
+
 def test_only_the_stages_nodes_count(tmp_path):
     data = ready()
     frozen = {"_target_": "torch.optim.SGD", "lr": 0.0}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from attnkit.core.contexts import compiled
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
@@ -237,7 +238,12 @@ def _flex_attention(inputs: Inputs, blocks: BlockMask) -> Callable[..., Any]:
     kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
     mask = None if pytree.tree_leaves(inputs.mask) else inputs.mask
     widths = blocks.kv_indices.shape, getattr(blocks.q_indices, "shape", None)
-    return _compiled((*kinds, *widths, torch.is_grad_enabled(), mask))
+    return partial(_run, _compiled((*kinds, *widths, torch.is_grad_enabled(), mask)))
+
+
+def _run(program: Callable[..., Any], *arguments: Any) -> Any:
+    with compiled():
+        return program(*arguments)
 
 
 @lru_cache(maxsize=256)

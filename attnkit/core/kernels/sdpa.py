@@ -191,6 +191,9 @@ class Flash(Sdpa):
         elif inputs.is_causal:
             yield from _square_reasons(inputs)
 
+    def pays(self, inputs: Inputs) -> bool:
+        return not (inputs.query.is_cuda and _is_short(inputs))
+
 
 class _FlashWithSink(torch.autograd.Function):
     """Options are dropout_p and is_causal; the sink is [heads, 1, 1]."""
@@ -294,10 +297,17 @@ class Cudnn(Sdpa):
         # Not with a mask or bias: since torch 2.11 the query's gradient can be NaN (pytorch 196678,
         # trl 7181). Masks, and causal models, are also where lengths change from step to step, and
         # each new length costs cuDNN up to a second (FunASR 3704).
-        if inputs.has_attn_mask or inputs.is_causal:
+        if inputs.has_attn_mask or inputs.is_causal or _is_short(inputs):
             return False
         # where torch itself prefers it: elsewhere flash is as fast
         return torch.cuda.get_device_capability(inputs.query.device) in ((9, 0), (10, 0))
+
+
+def _is_short(inputs: Inputs) -> bool:
+    """Whether flash's and cuDNN's blocks of queries and keys would be mostly empty: on an H200 at
+    64 tokens cuDNN takes 1.4 times as long as `efficient` for forward and backward, flash 2.5
+    times; at 128 both are faster or as fast (docs/benchmarks.md)."""
+    return max(inputs.num_queries, inputs.num_keys) <= 64
 
 
 class Efficient(Sdpa):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +21,13 @@ from attnkit.lightning.console import say, say_table
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.protocols import Explained, by_turns, num_rows
 from attnkit.lightning.resume import checkpoints
+from attnkit.lightning.versions import versions
 from attnkit.models.preprocessing import expected_images
 from attnkit.models.weights import read_source, timm_config
 
 if TYPE_CHECKING:
     from attnkit.launch.run import Run
 
-_PACKAGES = ("attnkit", "torch", "timm")
 _OF_REPORT = (
     "method", "methods", "target", "nodes", "against", "layer", "num_images", "trust",
 )  # fmt: skip
@@ -79,11 +78,11 @@ def _facts(run: Run, report: Report, device: torch.device) -> list[str]:
     """What is explained, with which weights and versions."""
     model = getattr(run.module, "model", run.module)
     ckpt = run.config["ckpt"]
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    used = ", ".join(f"{name} {version}" for name, version in versions(("torch", "timm")).items())
     facts = [f"model: {type(model).__name__}, {run.num_parameters:,} parameters"]
     facts += [f"checkpoint: {ckpt}"] if ckpt else []
     facts += [f"against: {report.against}"] if report.against else []
-    return [*facts, f"versions: {versions}; on {device.type}"]
+    return [*facts, f"versions: {used}; on {device.type}"]
 
 
 def explained_of(module: LightningModule, batch: Any, device: torch.device) -> Explained:

@@ -11,8 +11,6 @@ import inspect
 import json
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,12 @@ from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import refuse_url, write_text
 from attnkit.lightning.modules.module import untrained
 from attnkit.lightning.resume.checkpoints import CheckpointError
+from attnkit.lightning.versions import versions
 
 CONFIG = "config.json"
 WEIGHTS = "weights.safetensors"
 FORMAT = "attnkit.export"
 VERSION = 1
-_PACKAGES = ("attnkit", "torch", "torchvision", "lightning", "timm", "torch-geometric")
 _TRAINING = ("optimizer", "scheduler")  # arguments that a trained module has no use for;
 _MERGED = "finetune"  # this one is left out: what is written is merged
 
@@ -97,7 +95,7 @@ def write_config(
     if module is not None:
         config["module"] = {"_target_": _name_of(type(module)), **_arguments(module)}
         config["weights"] = {"file": WEIGHTS, "sha256": digest}
-    config |= {**facts, "versions": _versions()}
+    config |= {**facts, "versions": versions()}
     try:
         text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -157,14 +155,6 @@ def _name_of(cls: type) -> str:
         if getattr(sys.modules.get(package), cls.__qualname__, None) is cls:
             return f"{package}.{cls.__qualname__}"
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
 
 
 def _folder(path: Any) -> Path:

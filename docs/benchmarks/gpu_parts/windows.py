@@ -13,6 +13,8 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention import varlen
 
 import attnkit
+from attnkit.core.kernels import flex as our_flex
+from attnkit.core.masks.base import Mask
 
 HEADS, DIM, ROUNDS = 8, 64, 20
 
@@ -61,11 +63,34 @@ def rows(device: str, _) -> Iterator[dict]:
             "flash, everything": F.scaled_dot_product_attention,
         }
         yield compared(name, programs, tensors, "flex, direct")
+        yield tables_of_blocks(name, mask, function, tensors[0])
     for name, lengths in (
         ("packed, 128 of 128", [128] * 128),
         ("packed, 16 to 1024", [int(n) for n in torch.linspace(16, 1024, 32)]),
     ):
         yield packed(name, lengths, device)
+
+
+def tables_of_blocks(name: str, mask: Mask, function: Callable, query: Tensor) -> dict:
+    """The time in which a new mask becomes FlexAttention's tables, by us and by torch."""
+    length = query.shape[2]
+
+    def ours() -> object:
+        our_flex._made.cache_clear()
+        return our_flex.block_mask(mask, query, length)
+
+    def theirs() -> object:
+        return flex.create_block_mask(function, None, None, length, length, query.device)
+
+    programs = {"attnkit": ours, "create_block_mask": theirs}
+    times = alternate(programs, ROUNDS, warm_up=1, synchronize=torch.cuda.synchronize)
+    return {
+        "attention": f"tables of blocks of {name}",
+        "kernel": "–",
+        "attnkit, ms": f"{1e3 * times.median('attnkit'):.3f}",
+        "others, ms": f"create_block_mask {1e3 * times.median('create_block_mask'):.3f}",
+        "speed": f"{times.ratio('create_block_mask', 'attnkit'):.2f} of create_block_mask",
+    }
 
 
 def packed(name: str, lengths: list[int], device: str) -> dict:

@@ -172,6 +172,42 @@ def test_cudnn_is_left_alone_with_masks_and_where_lengths_change():
                 assert attnkit.explain_backends(*given, **options).chosen == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(17, "efficient"), (64, "efficient"), (65, "cudnn")]
+)
+def test_short_sequences_leave_flash_and_cudnn_alone(tokens, expected):
+    """Their blocks would be mostly empty."""
+    with as_cuda.cuda_without_a_gpu():
+        query = torch.randn(2, 2, tokens, 64, device="cuda", dtype=torch.bfloat16)
+        assert attnkit.explain_backends(query, query, query).chosen == expected
+        one = query[:, :, :1]
+        memory = torch.randn(2, 2, 65, 64, device="cuda", dtype=torch.bfloat16)
+        assert attnkit.explain_backends(one, memory, memory).chosen == "flash"
+
+
+def test_flex_is_compiled_while_it_is_recorded():
+    """Uncompiled it holds all scores: recording a training step needed 64 GB on a GPU. It is the
+    program that runs unrecorded; other compiled functions run uncompiled, and afterwards not."""
+    counts = torch._dynamo.utils.counters["stats"]
+    query, key, value = torch.randn(3, 1, 2, 256, 16).unbind()
+    mask = attnkit.Window(16, 16)
+    inputs = check_inputs(query, key, value, mask=mask)
+    other = torch.compile(lambda x: x.sin() + 1, backend="eager")
+    before = counts["unique_graphs"]
+    with attnkit.record_backends() as record:
+        output = flex.Flex()(inputs)
+        assert counts["unique_graphs"] == before + 1
+        other(value)
+        assert counts["unique_graphs"] == before + 1
+    assert record.total() == {"flex": 1}
+    expected = attnkit.attend(query, key, value, mask=mask, backend="reference")
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(flex.Flex()(inputs), expected)
+    assert counts["unique_graphs"] == before + 1
+    other(value)
+    assert counts["unique_graphs"] == before + 2
+
+
 def networks():
     """Each with the shape of its images and, for sentences, words."""
     vit = attnkit.ViT(
