@@ -234,6 +234,8 @@ class Run:
             }
         try:
             module = make(**parts)
+        except UserError:
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"module: {node['_target_']}: {first_line(error)}") from error
         if not isinstance(module, LightningModule):

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """A mistake that the user can correct: a wrong key, a missing folder, an unreadable file.
 
     The text is complete: it names the argument or path, what was given and what was expected, in
     at most three lines. The command line prints it without a traceback and exits with code 2; in a
-    script it is an ordinary exception, with the cause chained.
+    script it is a `ValueError`, with the cause chained.
 
     Args:
         message: what is wrong and what to do; with `expected`, what follows what was given.

@@ -244,6 +244,8 @@ class Composer:
     def _translated(self, overrides: Sequence[str]) -> Iterator[None]:
         try:
             yield
+        except UserError:
+            raise
         except MissingConfigException as error:
             raise UserError(self._no_such_choice(error, overrides)) from error
         except OverrideParseException as error:

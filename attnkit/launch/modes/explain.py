@@ -120,6 +120,8 @@ def _told() -> Iterator[None]:
     """What is wrong with an argument of the explanation, under the name it was typed with."""
     try:
         yield
+    except UserError:
+        raise
     except (ValueError, TypeError, RuntimeError) as error:
         name = str(error).partition(":")[0]
         if name in _OF_REPORT:

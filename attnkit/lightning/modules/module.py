@@ -202,6 +202,8 @@ class TaskModule(KnowsItsTraining):
         warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode at the start")
         try:
             found = make(model)
+        except UserError:
+            raise
         except (TypeError, ValueError) as error:
             raise UserError(f"finetune.{first_line(error)}") from error
         return found if isinstance(found, nn.Module) else model
@@ -227,6 +229,8 @@ class TaskModule(KnowsItsTraining):
         if wanted:
             try:
                 total_steps = self.trainer.estimated_stepping_batches
+            except UserError:  # of the data, which it loads
+                raise
             except ValueError as error:
                 raise UserError(f"trainer: {str(error).partition('. ')[0]}") from error
             if math.isinf(total_steps):
@@ -260,6 +264,8 @@ def _required(cls: type) -> list[str]:
 def _called(make: Callable[..., Any], at: str, *args: Any, **kwargs: Any) -> Any:
     try:
         return make(*args, **kwargs)
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
         name = getattr(getattr(make, "func", make), "__qualname__", repr(make))
         raise UserError(f"{at}: {name}: {first_line(error)}") from error

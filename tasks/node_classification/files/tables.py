@@ -129,6 +129,8 @@ def _loaded(
                 max_rows=ROWS,
                 ndmin=2,
             )
+    except UserError:  # of the lines that it was given
+        raise
     except (ValueError, OverflowError, DeprecationWarning) as error:
         raise _wrong(path, counted, expected) from error
 

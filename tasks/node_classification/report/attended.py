@@ -143,6 +143,8 @@ def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) ->
     try:
         with undisturbed(module), told_of_attention(model, hear):
             cast(Any, module).logits(batch)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"predict.attention: {first_line(error)}") from error
     return found

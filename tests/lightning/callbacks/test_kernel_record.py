@@ -55,7 +55,9 @@ def test_tells_on_screen_and_in_the_results(
     small_net, loader, make_trainer, tmp_path, caplog, monkeypatch
 ):
     # Lightning's logger keeps its messages to itself where it was imported before pytest logs.
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    for name in ("lightning", "lightning.pytorch"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    caplog.set_level(logging.INFO)
     path = tmp_path / "results.json"
     make_trainer(callbacks=[KernelRecord(), ResultsFile(path)]).fit(small_net(), loader)
     assert "attention  flash ×1" in caplog.text
