@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
 import attnkit
-from attnkit.tasks.node_classification import InfectionData
+from attnkit.tasks.graphs import InfectionData
 
 NODE = 46  # three edges from an infected node
 

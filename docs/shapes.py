@@ -21,8 +21,8 @@ from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 from torch.nn import functional as F
 
 import attnkit
+from attnkit.tasks.graphs import DigitsGraphData
 from attnkit.tasks.image_classification import NeedleDigits
-from attnkit.tasks.node_classification import DigitsGraphData
 
 IMAGE = 5  # of the test images
 PIXEL = (3, 13)  # whose attention is shown, of 16 × 16

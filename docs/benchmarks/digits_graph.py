@@ -12,7 +12,7 @@ import statistics
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.semi_supervised import LabelPropagation, LabelSpreading
 
-from attnkit.tasks.node_classification import DigitsGraphData
+from attnkit.tasks.graphs import DigitsGraphData
 
 NEIGHBORS = (1, 3, 5, 7, 10, 15, 20)
 METHODS = {

@@ -27,7 +27,7 @@ from truths import Row, details, kept, overview
 import attnkit
 from attnkit.interpret.methods.table import METHODS, methods_of
 from attnkit.interpret.trust.judge import spearman, with_random_weights
-from attnkit.tasks.node_classification import DictionaryLookupData, InfectionData
+from attnkit.tasks.graphs import DictionaryLookupData, InfectionData
 
 TRUTHS = {
     "lookup, permutation": partial(DictionaryLookupData, values="permutation"),

@@ -20,7 +20,7 @@ from torch_geometric.nn import GATConv
 
 import attnkit
 from attnkit.layers import ReceptiveField
-from attnkit.tasks.node_classification import PlanetoidData
+from attnkit.tasks.graphs import PlanetoidData
 
 
 class PyGs(nn.Module):

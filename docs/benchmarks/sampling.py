@@ -25,9 +25,9 @@ from torch_geometric.data import Data
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
 import attnkit
-from attnkit.tasks.node_classification import GraphFilesData, NodeClassification
-from attnkit.tasks.node_classification.layerwise import layerwise
-from attnkit.tasks.node_classification.sampler import InNeighbors
+from attnkit.tasks.graphs import GraphFilesData, NodeClassification
+from attnkit.tasks.graphs.layerwise import layerwise
+from attnkit.tasks.graphs.sampler import InNeighbors
 
 FAN_OUT, BATCH, CHANNELS, CLASSES = [15, 10], 1024, 64, 10
 

@@ -20,8 +20,8 @@ from attnkit.lightning import BestCheckpoint, EpochLines, LastCheckpoint, Platea
 from attnkit.lightning.best import mode_of, rank
 from attnkit.lightning.modules.monitors import MonitorsInSanityCheck, direction
 from attnkit.tasks.captioning import ImageCaptioning
+from attnkit.tasks.graphs import NodeClassification
 from attnkit.tasks.image_classification import ImageClassification
-from attnkit.tasks.node_classification import NodeClassification
 
 NAN = math.nan
 

@@ -9,7 +9,7 @@ from sklearn.neighbors import NearestNeighbors
 from torch_geometric.data import Data
 
 from attnkit.lightning import UserError
-from attnkit.tasks.node_classification import DigitsGraphData, GraphDataModule
+from attnkit.tasks.graphs import DigitsGraphData, GraphDataModule
 
 
 def ready(**options):

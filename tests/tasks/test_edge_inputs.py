@@ -10,7 +10,7 @@ from torch_geometric.nn import GAT, GCN
 
 import attnkit
 from attnkit.lightning import UserError
-from attnkit.tasks.node_classification import (
+from attnkit.tasks.graphs import (
     GraphDataModule,
     GraphFilesData,
     NodeClassification,

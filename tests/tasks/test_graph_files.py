@@ -10,7 +10,7 @@ import torch
 
 from attnkit.launch.main import main
 from attnkit.lightning import UserError
-from attnkit.tasks.node_classification import GraphFilesData, OGBFilesData
+from attnkit.tasks.graphs import GraphFilesData, OGBFilesData
 
 
 def ready(root, kind=GraphFilesData, **options):

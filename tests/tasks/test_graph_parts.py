@@ -10,7 +10,7 @@ import pytest
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.decide import Request, decide
 from attnkit.lightning import UserError
-from attnkit.tasks.node_classification import (
+from attnkit.tasks.graphs import (
     GraphFilesData,
     HeterophilousData,
     OGBFilesData,

@@ -8,7 +8,7 @@ import torch
 from torch_geometric.datasets import HeterophilousGraphDataset
 
 from attnkit.lightning import UserError
-from attnkit.tasks.node_classification import HeterophilousData
+from attnkit.tasks.graphs import HeterophilousData
 
 
 def same_as_pygs(data, theirs, split):

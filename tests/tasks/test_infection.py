@@ -4,8 +4,8 @@ import networkx as nx
 import pytest
 import torch
 
-from attnkit.tasks.node_classification import InfectionData
-from attnkit.tasks.node_classification.infection import shortest_paths
+from attnkit.tasks.graphs import InfectionData
+from attnkit.tasks.graphs.infection import shortest_paths
 
 
 def ready(**options):

@@ -9,8 +9,8 @@ from torch_geometric.nn import GAT as PyGGAT
 
 import attnkit
 from attnkit.lightning import ExactResume, UserError
-from attnkit.tasks.node_classification import GraphDataModule, InNeighbors, NodeClassification
-from attnkit.tasks.node_classification.layerwise import Layers, layerwise
+from attnkit.tasks.graphs import GraphDataModule, InNeighbors, NodeClassification
+from attnkit.tasks.graphs.layerwise import Layers, layerwise
 
 NODES, CHANNELS = 211, 11
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02}

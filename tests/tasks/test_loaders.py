@@ -16,8 +16,8 @@ from attnkit.lightning.resume.sampler import (
     in_one_order,
 )
 from attnkit.tasks.captioning import ScenesData
+from attnkit.tasks.graphs import DictionaryLookupData, DigitsGraphData
 from attnkit.tasks.image_classification import DigitsData, PredictData
-from attnkit.tasks.node_classification import DictionaryLookupData, DigitsGraphData
 
 
 def in_processes(data, count):

@@ -10,7 +10,7 @@ from torch_geometric.utils import k_hop_subgraph
 
 from attnkit.lightning import UserError
 from attnkit.lightning.resume.sampler import UnpaddedSampler, as_it_is
-from attnkit.tasks.node_classification import (
+from attnkit.tasks.graphs import (
     DigitsGraphData,
     EpochSampler,
     InNeighbors,

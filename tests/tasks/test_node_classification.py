@@ -16,7 +16,7 @@ import attnkit
 from attnkit.launch.main import main
 from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
 from attnkit.lightning import ClassReport, UserError
-from attnkit.tasks.node_classification import (
+from attnkit.tasks.graphs import (
     DigitsGraphData,
     GraphDataModule,
     NodeClassification,

@@ -15,14 +15,14 @@ from torch_geometric.utils import contains_self_loops, homophily, remove_self_lo
 import attnkit
 from attnkit.lightning import UserError
 from attnkit.lightning.callbacks.predictions import PredictionsFile
-from attnkit.tasks.node_classification import (
+from attnkit.tasks.graphs import (
     GraphDataModule,
     NodeClassification,
     NodePredictions,
     NodeReport,
 )
-from attnkit.tasks.node_classification.report.attended import largest_of_each
-from attnkit.tasks.node_classification.report.neighbourhoods import (
+from attnkit.tasks.graphs.report.attended import largest_of_each
+from attnkit.tasks.graphs.report.neighbourhoods import (
     NeighbourhoodScores,
     in_degrees,
     label_homophily,

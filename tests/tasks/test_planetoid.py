@@ -13,8 +13,8 @@ import torch
 from torch_geometric.datasets import Planetoid
 
 from attnkit.lightning import UserError
-from attnkit.tasks.node_classification import PlanetoidData
-from attnkit.tasks.node_classification.pickles import load
+from attnkit.tasks.graphs import PlanetoidData
+from attnkit.tasks.graphs.pickles import load
 
 
 def same_graphs(ours, theirs):

@@ -9,8 +9,8 @@ from torch_geometric.utils import to_dense_adj, to_undirected
 import attnkit
 from attnkit.launch.main import main
 from attnkit.lightning import UserError
-from attnkit.tasks.node_classification import GraphDataModule, NodeClassification
-from attnkit.tasks.node_classification.positions import node_positions
+from attnkit.tasks.graphs import GraphDataModule, NodeClassification
+from attnkit.tasks.graphs.positions import node_positions
 
 NODES, DIM = 127, 5  # more than 100, from which on PyG's eigenvectors are sparse
 

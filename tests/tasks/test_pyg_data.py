@@ -9,7 +9,7 @@ import torch
 from torch_geometric.datasets import KarateClub, Planetoid
 
 from attnkit.lightning import UserError
-from attnkit.tasks.node_classification import PlanetoidData, PyGData
+from attnkit.tasks.graphs import PlanetoidData, PyGData
 
 
 def ready(*arguments, **options):

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from attnkit.launch.main import main
-from attnkit.tasks.node_classification import DigitsGraphData
+from attnkit.tasks.graphs import DigitsGraphData
 from attnkit.tasks.summary import class_lines
 
 QUICK = (

@@ -12,7 +12,7 @@ import attnkit
 from attnkit import diagnose_attention
 from attnkit.core.capture.calls import EdgeCall
 from attnkit.interpret.diagnosis.measures import Sampling, measure_edges
-from attnkit.tasks.node_classification import DictionaryLookupData
+from attnkit.tasks.graphs import DictionaryLookupData
 
 NODES, EDGES, CHANNELS, HEADS, DIM = 13, 61, 5, 3, 7
 

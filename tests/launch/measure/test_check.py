@@ -16,7 +16,7 @@ from attnkit.launch.measure import check as checking
 from attnkit.launch.measure.check import Stopwatch, check
 from attnkit.launch.run import Run
 from attnkit.layers import ReceptiveField
-from attnkit.tasks.node_classification import DigitsGraphData
+from attnkit.tasks.graphs import DigitsGraphData
 
 VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "trainer.max_epochs=3")
 

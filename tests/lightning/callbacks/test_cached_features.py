@@ -13,8 +13,8 @@ from attnkit.finetune import head_only
 from attnkit.lightning import CachedFeatures
 from attnkit.lightning.callbacks import cached_features
 from attnkit.tasks.captioning import ImageCaptioning, ScenesData
+from attnkit.tasks.graphs import NodeClassification
 from attnkit.tasks.image_classification import DigitsData, ImageClassification
-from attnkit.tasks.node_classification import NodeClassification
 
 
 class Counting(attnkit.ViT):

@@ -17,8 +17,8 @@ from torch_geometric.data import Data
 
 import attnkit
 from attnkit.lightning import CheckpointError, Export, UserError
+from attnkit.tasks.graphs import NodeClassification
 from attnkit.tasks.image_classification import ImageClassification
-from attnkit.tasks.node_classification import NodeClassification
 
 VIT = {
     "_target_": "attnkit.ViT", "image_size": 8, "patch_size": 4, "in_channels": 1,

@@ -9,8 +9,8 @@ from attnkit.finetune import lora
 from attnkit.lightning import UserError, warm_start
 from attnkit.lightning.resume import checkpoints
 from attnkit.tasks.captioning import ImageCaptioning, WordTokenizer
+from attnkit.tasks.graphs import NodeClassification
 from attnkit.tasks.image_classification import ImageClassification
-from attnkit.tasks.node_classification import NodeClassification
 
 IMAGES = {"image_size": 12, "in_channels": 1}
 SEEN = {**IMAGES, "mean": [0.5], "std": [0.5]}

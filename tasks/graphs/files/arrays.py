@@ -9,8 +9,8 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.tasks.node_classification.files.stand_ins import refuse_stand_in
-from attnkit.tasks.node_classification.files.tables import (
+from attnkit.tasks.graphs.files.stand_ins import refuse_stand_in
+from attnkit.tasks.graphs.files.tables import (
     TABLES,
     TEXT,
     Form,

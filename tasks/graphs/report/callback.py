@@ -16,15 +16,15 @@ from attnkit.interpret.diagnosis.measures import Sampling
 from attnkit.interpret.picture import save
 from attnkit.lightning.console import say
 from attnkit.lightning.files import write_csv
-from attnkit.tasks.node_classification.data import FullGraph
-from attnkit.tasks.node_classification.layerwise import sub_graphs
-from attnkit.tasks.node_classification.report.neighbourhoods import (
+from attnkit.tasks.graphs.data import FullGraph
+from attnkit.tasks.graphs.layerwise import sub_graphs
+from attnkit.tasks.graphs.report.neighbourhoods import (
     GroupScore,
     NeighbourhoodScores,
     in_degrees,
     label_homophily,
 )
-from attnkit.tasks.node_classification.report.pictures import (
+from attnkit.tasks.graphs.report.pictures import (
     degrees_of,
     draw_entropies,
     draw_groups,

@@ -12,9 +12,9 @@ from attnkit.core.arguments import held_out
 from attnkit.core.nearest import nearest
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import cache_folder
-from attnkit.tasks.node_classification.data import GraphDataModule
-from attnkit.tasks.node_classification.pickles import only_data
-from attnkit.tasks.node_classification.splits import has_masks, random_masks
+from attnkit.tasks.graphs.data import GraphDataModule
+from attnkit.tasks.graphs.pickles import only_data
+from attnkit.tasks.graphs.splits import has_masks, random_masks
 
 _PLAIN = (str, int, float, bool, type(None))
 

@@ -12,8 +12,8 @@ from torch_geometric.data import Data
 
 from attnkit.core.operators.sparse import chosen_rows
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.node_classification.checks import CARRIED
-from attnkit.tasks.node_classification.sampler import InNeighbors, sample_neighbors
+from attnkit.tasks.graphs.checks import CARRIED
+from attnkit.tasks.graphs.sampler import InNeighbors, sample_neighbors
 
 
 class NeighborBatches(Dataset):

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.tasks.node_classification.files.stand_ins import refuse_stand_in
+from attnkit.tasks.graphs.files.stand_ins import refuse_stand_in
 
 _NUMBER = re.compile(r"[<>|=]?[fiub][1248]")
 _reader: ContextVar[str] = ContextVar("attnkit_pickle_reader", default="")

@@ -13,7 +13,7 @@ from zlib import error as ZlibError
 import numpy as np
 
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.tasks.node_classification.files.stand_ins import refuse_stand_in
+from attnkit.tasks.graphs.files.stand_ins import refuse_stand_in
 
 ROWS = 1_000_000  # that are in memory at a time
 TEXT = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")

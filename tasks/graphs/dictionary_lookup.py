@@ -12,8 +12,8 @@ from torch_geometric.data import Data
 
 from attnkit.core.arguments import at_least, choice, held_out
 from attnkit.lightning.errors import UserError
+from attnkit.tasks.graphs.checks import SPLITS
 from attnkit.tasks.loaders import SplitData, make_loader
-from attnkit.tasks.node_classification.checks import SPLITS
 
 
 class DictionaryLookupData(SplitData):

@@ -9,18 +9,18 @@ from torch_geometric.data import Data
 
 from attnkit.core.arguments import held_out
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.node_classification.checks import SPLITS
-from attnkit.tasks.node_classification.data import GraphDataModule
-from attnkit.tasks.node_classification.files.arrays import Part, Parts
-from attnkit.tasks.node_classification.files.edges import read_edges
-from attnkit.tasks.node_classification.files.nodes import (
+from attnkit.tasks.graphs.checks import SPLITS
+from attnkit.tasks.graphs.data import GraphDataModule
+from attnkit.tasks.graphs.files.arrays import Part, Parts
+from attnkit.tasks.graphs.files.edges import read_edges
+from attnkit.tasks.graphs.files.nodes import (
     read_features,
     read_labels,
     read_mask,
     read_names,
     without_header,
 )
-from attnkit.tasks.node_classification.splits import random_masks
+from attnkit.tasks.graphs.splits import random_masks
 
 CARRIED = {
     "edge_attr": ("edge_attr", "edge_features"),

@@ -18,23 +18,23 @@ from attnkit.core.operators.sparse import with_values
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.trained_on import KnowsItsTraining, unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import EpochSampler
-from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
-from attnkit.tasks.node_classification.checks import (
+from attnkit.tasks.graphs.checks import (
     CARRIED,
     SPLITS,
     check_finite,
     checked,
     oddities_of,
 )
-from attnkit.tasks.node_classification.layerwise import Layers
-from attnkit.tasks.node_classification.neighbors import (
+from attnkit.tasks.graphs.layerwise import Layers
+from attnkit.tasks.graphs.neighbors import (
     NeighborBatches,
     in_neighbors,
     pyg_neighbor_loader,
 )
-from attnkit.tasks.node_classification.positions import Positions, node_positions
-from attnkit.tasks.node_classification.sampler import InNeighbors
-from attnkit.tasks.node_classification.splits import are_alike, node_keys
+from attnkit.tasks.graphs.positions import Positions, node_positions
+from attnkit.tasks.graphs.sampler import InNeighbors
+from attnkit.tasks.graphs.splits import are_alike, node_keys
+from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
 from attnkit.tasks.summary import class_lines, split_line
 
 SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so

@@ -22,9 +22,9 @@ from attnkit.lightning import ClassificationModule, UserError
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
 from attnkit.lightning.protocols import Explained
-from attnkit.tasks.node_classification.checks import CARRIED
-from attnkit.tasks.node_classification.layerwise import layerwise
-from attnkit.tasks.node_classification.parts import GraphPart, sampled_field
+from attnkit.tasks.graphs.checks import CARRIED
+from attnkit.tasks.graphs.layerwise import layerwise
+from attnkit.tasks.graphs.parts import GraphPart, sampled_field
 
 
 class NodeClassification(ClassificationModule):

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch_geometric.utils import to_undirected
 
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.node_classification.files.arrays import Part
-from attnkit.tasks.node_classification.files.tables import (
+from attnkit.tasks.graphs.files.arrays import Part
+from attnkit.tasks.graphs.files.tables import (
     ROWS,
     blocks,
     first_row,

@@ -8,8 +8,8 @@ from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
 from attnkit.core.arguments import at_least
-from attnkit.tasks.node_classification.data import GraphDataModule
-from attnkit.tasks.node_classification.splits import planetoid_masks
+from attnkit.tasks.graphs.data import GraphDataModule
+from attnkit.tasks.graphs.splits import planetoid_masks
 
 
 class DigitsGraphData(GraphDataModule):

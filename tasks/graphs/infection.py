@@ -8,8 +8,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from attnkit.core.arguments import at_least, held_out
-from attnkit.tasks.node_classification.data import GraphDataModule
-from attnkit.tasks.node_classification.splits import masks
+from attnkit.tasks.graphs.data import GraphDataModule
+from attnkit.tasks.graphs.splits import masks
 
 
 class InfectionData(GraphDataModule):

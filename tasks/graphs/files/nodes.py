@@ -9,8 +9,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.node_classification.files.arrays import Part
-from attnkit.tasks.node_classification.files.tables import are_whole, numbers_of, refuse_commented
+from attnkit.tasks.graphs.files.arrays import Part
+from attnkit.tasks.graphs.files.tables import are_whole, numbers_of, refuse_commented
 
 NO_LABEL = ("", "-1", "-1.0", "nan", "<na>")  # among names of classes, in lower case
 UNCLEAR = ("na", "n/a", "none", "null")  # a class, or what some programs write for no label

@@ -9,8 +9,8 @@ from torch_geometric.data import Data
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.sparse import chosen_rows
 from attnkit.models.hops import Hops
-from attnkit.tasks.node_classification.neighbors import NeighborBatches
-from attnkit.tasks.node_classification.sampler import ALL, InNeighbors, sample_neighbors
+from attnkit.tasks.graphs.neighbors import NeighborBatches
+from attnkit.tasks.graphs.sampler import ALL, InNeighbors, sample_neighbors
 
 EDGES = 2**18  # of a block of nodes
 

@@ -8,11 +8,11 @@ from torch_geometric.data import Data
 
 from attnkit.core.arguments import existing
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.node_classification.data import GraphDataModule
-from attnkit.tasks.node_classification.files.arrays import Part, Parts
-from attnkit.tasks.node_classification.files.edges import read_edges
-from attnkit.tasks.node_classification.files.nodes import read_features, read_labels, read_mask
-from attnkit.tasks.node_classification.files.tables import line_of, named_rows, table
+from attnkit.tasks.graphs.data import GraphDataModule
+from attnkit.tasks.graphs.files.arrays import Part, Parts
+from attnkit.tasks.graphs.files.edges import read_edges
+from attnkit.tasks.graphs.files.nodes import read_features, read_labels, read_mask
+from attnkit.tasks.graphs.files.tables import line_of, named_rows, table
 
 SPLIT_FILES = {"train": "train", "val": "valid", "test": "test"}
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from attnkit.tasks.node_classification.report.neighbourhoods import GroupScore
+from attnkit.tasks.graphs.report.neighbourhoods import GroupScore
 
 _TITLES = {
     "degree": "neighbours of the node",

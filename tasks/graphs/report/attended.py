@@ -16,8 +16,8 @@ from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import undisturbed
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import write_csv
-from attnkit.tasks.node_classification.data import FullGraph
-from attnkit.tasks.node_classification.layerwise import sub_graphs
+from attnkit.tasks.graphs.data import FullGraph
+from attnkit.tasks.graphs.layerwise import sub_graphs
 
 
 class Looked(NamedTuple):

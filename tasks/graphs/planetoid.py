@@ -14,9 +14,9 @@ from torch_geometric.utils import coalesce, remove_self_loops
 
 from attnkit.core.arguments import choice, existing
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.node_classification.data import GraphDataModule, to_sparse_csr
-from attnkit.tasks.node_classification.pickles import load
-from attnkit.tasks.node_classification.splits import masks
+from attnkit.tasks.graphs.data import GraphDataModule, to_sparse_csr
+from attnkit.tasks.graphs.pickles import load
+from attnkit.tasks.graphs.splits import masks
 
 PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")  # x is a part of allx
 NUM_VAL = 500
