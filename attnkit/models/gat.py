@@ -5,7 +5,7 @@ from typing import Annotated
 
 from torch import Tensor, nn
 
-from attnkit.core.arguments import at_least, divides
+from attnkit.core.arguments import at_least, divides, up_to_1
 from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.graph.block import (
@@ -18,6 +18,7 @@ from attnkit.layers.graph.block import (
 )
 from attnkit.layers.graph.inputs import EdgeModule
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
+from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
 from attnkit.models.hops import Hops
 
 
@@ -30,6 +31,17 @@ class GAT(EdgeModule):
     Nodes [nodes, in_channels] in, logits [nodes, num_classes] out. By default the network of the
     paper's citation graphs with `hidden_channels=64`: two layers, 8 heads of 8 channels, one output
     head, self-loops, dropout 0.6 of every layer's input and of the attention.
+
+    With `residual`, `norm` and `last_linear`, and on some graphs `first_linear`, it is the network
+    of Luo et al. (Classic GNNs are Strong Baselines, 2024), who use one head, relu, no dropout of
+    the attention and `input_dropout_p=0`:
+
+        x = linear(x)                                 with first_linear
+        x = dropout(x)                                for each layer
+        x = activation(norm(attention(x) + W_r x))
+        logits = linear(dropout(x))
+
+    Their W_r begins Kaiming-uniform, ours Xavier-uniform.
 
     With `mlp_ratio` it is the network of Platonov et al. (A Critical Look at the Evaluation of GNNs
     under Heterophily, 2023), GAT-sep with `separate_self`, of `num_layers` residual blocks:
@@ -44,18 +56,23 @@ class GAT(EdgeModule):
         hidden_channels: channels between layers, all heads together.
         num_classes: logits.
         num_layers: attention layers.
-        heads: of each layer but the last, a divisor of `hidden_channels`; with residual blocks of
-            each layer.
-        out_heads: of the last layer; None: 1. Residual blocks have none.
+        heads: of each layer but the last, a divisor of `hidden_channels`; with `last_linear` or
+            residual blocks of each layer.
+        out_heads: of the last layer, which gives the logits; None: 1. With `last_linear` or
+            residual blocks there is no such layer.
         score: "gat", "gatv2", or any other score of `GraphAttention`.
         dropout_p: of the layers' inputs; with residual blocks, after the first linear layer and in
             the MLPs.
+        input_dropout_p: of x itself; None: `dropout_p`. Residual blocks do not drop x.
         attention_dropout_p: of the attention weights.
         value_dropout_p: of the values, after their projection, as in the code of the paper's
             authors; with 0.6 the network reaches its published accuracy on CiteSeer.
         residual: add W_r x to each layer's output, as the paper's network for protein graphs does
             in the middle; residual blocks do without.
-        norm: "layer", "batch" or None: before the activation; with residual blocks as above.
+        norm: "layer", "batch" or None: before the activation of each layer but the last, with
+            `last_linear` of each layer; with residual blocks as above.
+        first_linear: a linear layer before the first attention.
+        last_linear: a linear layer gives the logits, behind attention layers that are all alike.
         mlp_ratio: None, or residual blocks with MLPs of this width over `hidden_channels`.
         separate_self: the node's own value beside what it gathered; with residual blocks.
         add_self_loops: None: unless `separate_self`.
@@ -88,8 +105,11 @@ class GAT(EdgeModule):
         dropout_p: float = 0.6,
         attention_dropout_p: float = 0.6,
         value_dropout_p: float = 0.0,
+        input_dropout_p: float | None = None,
         residual: bool = False,
         norm: Norm | None = None,
+        first_linear: bool = False,
+        last_linear: bool = False,
         mlp_ratio: float | None = None,
         separate_self: bool = False,
         add_self_loops: bool | None = None,
@@ -99,23 +119,44 @@ class GAT(EdgeModule):
     ) -> None:
         super().__init__()
         at_least(1, num_layers=num_layers, heads=heads)
-        unused = {"heads": (heads, 8), "norm": (norm, None), "activation": (activation, "elu")}
-        if num_layers == 1 and mlp_ratio is None:
+        up_to_1(dropout_p=dropout_p, input_dropout_p=input_dropout_p)
+        if num_layers > 1 or last_linear or mlp_ratio is not None:
+            divides("heads", heads, hidden_channels=hidden_channels)
+        else:
+            unused = {"heads": (heads, 8), "norm": (norm, None), "activation": (activation, "elu")}
             for name, (value, default) in unused.items():
                 if value != default:
                     raise ValueError(
                         f"{name}: only layers before the last have it, and num_layers is 1: "
                         f"expected {default!r}, the default, got {value!r}"
                     )
-        else:
-            divides("heads", heads, hidden_channels=hidden_channels)
         if mlp_ratio is None and separate_self:
             raise ValueError("separate_self: needs mlp_ratio, the MLPs that mix what is separate")
-        if mlp_ratio is not None and not isinstance(in_channels, int):
-            raise ValueError(f"in_channels: mlp_ratio needs one number, got {in_channels}")
-        if mlp_ratio is not None and (residual or out_heads is not None):
-            given = "residual" if residual else "out_heads"
-            raise ValueError(f"{given}: the residual blocks of mlp_ratio have none")
+        of_layers = {
+            "out_heads": out_heads,
+            "residual": residual or None,
+            "first_linear": first_linear or None,
+            "last_linear": last_linear or None,
+            "input_dropout_p": input_dropout_p,
+        }
+        for name, given in of_layers.items():
+            if mlp_ratio is not None and given is not None:
+                raise ValueError(
+                    f"{name}: the residual blocks of mlp_ratio do not have it: leave it out, "
+                    f"got {given}"
+                )
+        if last_linear and out_heads is not None:
+            raise ValueError(
+                "out_heads: last_linear gives the logits, there are no heads of the last layer to "
+                f"average: expected None, got {out_heads}"
+            )
+        first = None
+        if first_linear or mlp_ratio is not None:
+            if not isinstance(in_channels, int):
+                name = "first_linear" if first_linear else "mlp_ratio"
+                raise ValueError(f"in_channels: {name} needs one number, got {in_channels}")
+            at_least(1, in_channels=in_channels)
+            first = SparseLinear(in_channels, hidden_channels)
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.edge_dim = edge_dim
@@ -131,12 +172,8 @@ class GAT(EdgeModule):
         )
         head_channels = hidden_channels // heads
         self.stem, self.head = nn.Sequential(), nn.Sequential()
-        if mlp_ratio is not None and isinstance(in_channels, int):
-            self.stem = nn.Sequential(
-                nn.Linear(in_channels, hidden_channels),
-                nn.Dropout(dropout_p),
-                make_activation(activation),
-            )
+        if mlp_ratio is not None and first is not None:
+            self.stem = nn.Sequential(first, nn.Dropout(dropout_p), make_activation(activation))
             self.layers = nn.ModuleList(
                 GraphBlock(
                     hidden_channels,
@@ -152,22 +189,33 @@ class GAT(EdgeModule):
                 make_norm(norm, hidden_channels), nn.Linear(hidden_channels, num_classes)
             )
             return
-        is_pair = not isinstance(in_channels, int)
-        inner = (hidden_channels, hidden_channels) if is_pair else hidden_channels
+        inner = hidden_channels if isinstance(in_channels, int) else (hidden_channels,) * 2
         sizes = [in_channels, *[inner] * (num_layers - 1)]
-        hidden = [
+        drops = [dropout_p if input_dropout_p is None else input_dropout_p]
+        drops += [dropout_p] * (num_layers - 1)
+        if first is not None:
+            self.stem = nn.Sequential(SparseDropout(drops[0]), first)
+            sizes[0], drops[0] = inner, dropout_p
+        num_hidden = num_layers if last_linear else num_layers - 1
+        layers = [
             GraphLayer(
                 attention(size, head_channels, heads, residual=residual),
                 make_norm(norm, hidden_channels),
                 make_activation(activation),
-                dropout_p,
+                drop,
             )
-            for size in sizes[:-1]
+            for size, drop in zip(sizes[:num_hidden], drops, strict=False)
         ]
-        last = attention(sizes[-1], num_classes, out_heads or 1, concat=False, residual=residual)
-        self.layers = nn.ModuleList(
-            [*hidden, GraphLayer(last, nn.Identity(), nn.Identity(), dropout_p)]
-        )
+        if last_linear:
+            self.head = nn.Sequential(
+                nn.Dropout(dropout_p), nn.Linear(hidden_channels, num_classes)
+            )
+        else:
+            last = attention(
+                sizes[-1], num_classes, out_heads or 1, concat=False, residual=residual
+            )
+            layers.append(GraphLayer(last, nn.Identity(), nn.Identity(), drops[-1]))
+        self.layers = nn.ModuleList(layers)
 
     def forward(
         self,

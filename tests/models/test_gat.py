@@ -9,6 +9,7 @@ import yaml
 from torch import nn
 from torch.nn import functional as F
 from torch_geometric.nn import GATConv, models
+from torch_geometric.utils import add_self_loops, remove_self_loops
 
 import attnkit
 from attnkit import GAT, Edges, interop
@@ -27,6 +28,8 @@ VARIANTS = {
     "dot": {"score": "scaled_dot", "edge_dim": 2, "activation": "relu"},
     "blocks": {"mlp_ratio": 1.5, "norm": "layer", "activation": "gelu", "edge_dim": 2},
     "sep": {"mlp_ratio": 1.0, "norm": "layer", "separate_self": True, "activation": "gelu"},
+    "linear": {"first_linear": True, "last_linear": True, "residual": True, "norm": "batch"},
+    "one, linear": {"num_layers": 1, "last_linear": True, "norm": "layer", "activation": "relu"},
 }
 
 
@@ -107,6 +110,70 @@ def test_gat_sep_is_what_its_paper_says():
     torch.testing.assert_close(model(x, edge_index), head(norm(hidden)))
 
 
+def classic(convs, roots, norms, last, first=None):
+    """The network of Luo et al. 2024, of PyG's layers, in evaluation."""
+
+    def forward(x, edge_index):
+        edge_index = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=len(x))[0]
+        x = x if first is None else first(x)
+        for conv, root, norm in zip(convs, roots, norms, strict=True):
+            x = norm(conv(x, edge_index) + root(x)).relu()
+        return last(x)
+
+    return forward
+
+
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+@pytest.mark.parametrize("first_linear", [False, True])
+def test_it_is_the_classic_network_of_2024(first_linear, norm):
+    ours = make(
+        heads=1, num_layers=3, norm=norm, first_linear=first_linear, last_linear=True,
+        residual=True, activation="relu", dropout_p=0.2, input_dropout_p=0.0,
+        attention_dropout_p=0.0,
+    )  # fmt: skip
+    sizes = [12 if first_linear else CHANNELS, 12, 12]
+    convs = [GATConv(n, 12, add_self_loops=False, bias=False).double() for n in sizes]
+    roots = [nn.Linear(n, 12).double() for n in sizes]
+    for layer, conv, root in zip(ours.layers, convs, roots, strict=True):
+        attention = {**interop.from_pyg(conv).state_dict()}
+        attention |= {f"residual_proj.{name}": value for name, value in root.state_dict().items()}
+        layer.attention.load_state_dict(attention)
+    x, edge_index, _ = inputs({})
+    ours.train()(x, edge_index)  # batch norms have seen something
+    ours.eval()
+    first, last = ours.stem[1] if first_linear else None, ours.head[1]
+    theirs = classic(convs, roots, [layer.norm for layer in ours.layers], last, first)
+    expected, actual = theirs(x, edge_index), ours(x, edge_index)
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
+    gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (expected, actual)]
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"num_layers": 3}, [0.3, 0.3, 0.3]),
+        ({"num_layers": 3, "input_dropout_p": 0.1}, [0.1, 0.3, 0.3]),
+        ({"input_dropout_p": 0.0, "last_linear": True}, [0.0, 0.3, 0.3]),
+        ({"input_dropout_p": 0.1, "first_linear": True, "last_linear": True}, [0.1, *[0.3] * 3]),
+    ],
+    ids=str,
+)
+def test_what_is_dropped(options, expected):
+    model = make(dropout_p=0.3, attention_dropout_p=0.0, **options)
+    seen = []
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda m, args, out: seen.append((m.p, args[0], out)))
+    x, edge_index, _ = inputs({})
+    model(x, edge_index)
+    assert [p for p, _, _ in seen] == expected
+    assert seen[0][1] is x
+    for p, before, after in seen:
+        share = (after == 0).double().mean() - (before == 0).double().mean()
+        assert (share > 0) == (p > 0)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_order_of_nodes_changes_nothing(variant):
     model = make(**VARIANTS[variant]).eval()
@@ -146,7 +213,7 @@ def test_a_tensor_of_edges_is_sorted_once_for_all_layers(monkeypatch):
     assert len(sorts) == 2
 
 
-@pytest.mark.parametrize("variant", ["published", "gatv2", "sep"])
+@pytest.mark.parametrize("variant", ["published", "gatv2", "sep", "linear"])
 def test_sparse_features(variant):
     model = make(**VARIANTS[variant])
     x = torch.randn(NODES, CHANNELS, dtype=torch.float64)
@@ -186,7 +253,7 @@ def test_shipped_configurations_build_and_take_a_step(name):
     parameters = signature_of(target).parameters
     filled = {"in_channels": CHANNELS, "num_classes": CLASSES}
     nulls = {key for key, value in config.items() if value is None}
-    assert nulls - {"norm"} == {*filled, "edge_dim"}  # these edges carry nothing
+    assert nulls - {"norm", "input_dropout_p"} == {*filled, "edge_dim"}  # these carry nothing
     config.update(filled)
     for key, value in config.items():
         assert accepts(parameters[key], value), key
@@ -211,8 +278,13 @@ def test_shipped_configurations_build_and_take_a_step(name):
         ({"num_layers": 1, "heads": 8, "norm": "layer"}, "norm: only .* expected None.* 'layer'"),
         ({"num_layers": 1, "heads": 8, "activation": "relu"}, "activation: only .* got 'relu'"),
         ({"separate_self": True}, "separate_self: needs mlp_ratio"),
-        ({"mlp_ratio": 1.0, "residual": True}, "residual: the residual blocks of mlp_ratio have"),
-        ({"mlp_ratio": 1.0, "out_heads": 1}, "out_heads: the residual blocks of mlp_ratio have"),
+        ({"mlp_ratio": 1.0, "residual": True}, "residual: the residual blocks .* got True"),
+        ({"mlp_ratio": 1.0, "out_heads": 1}, "out_heads: the residual blocks .* got 1"),
+        ({"mlp_ratio": 1.0, "last_linear": True}, "last_linear: the residual blocks .* got True"),
+        ({"mlp_ratio": 1.0, "first_linear": True}, "first_linear: the residual blocks .* got True"),
+        ({"mlp_ratio": 1.0, "input_dropout_p": 0.0}, "input_dropout_p: the .* got 0.0"),
+        ({"last_linear": True, "out_heads": 1}, "out_heads: last_linear .* expected None, got 1"),
+        ({"input_dropout_p": 2.0}, "input_dropout_p: expected .* got 2.0"),
         ({"mlp_ratio": 0.01}, "mlp_ratio: 0.01 of 12 channels leaves none"),
         ({"norm": "group"}, "norm: expected 'layer', 'batch' or None, got 'group'"),
         ({"activation": "tanh"}, "activation: expected 'elu', 'relu' or 'gelu', got 'tanh'"),
@@ -223,3 +295,10 @@ def test_shipped_configurations_build_and_take_a_step(name):
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("option", [{"first_linear": True}, {"mlp_ratio": 1.0}], ids=str)
+@pytest.mark.parametrize(("channels", "got"), [((13, 13), r"\(13, 13\)"), (-1, "-1"), (0, "0")])
+def test_a_linear_layer_first_needs_the_channels(option, channels, got):
+    with pytest.raises(ValueError, match=f"in_channels: .*got {got}"):
+        GAT(channels, 12, CLASSES, heads=3, **option)

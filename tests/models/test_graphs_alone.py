@@ -23,6 +23,7 @@ ORDERS = {"as given": [0, 1, 2, 3, 4], "the other way": [4, 3, 2, 1, 0], "two": 
 GATS = {
     "gat": {},
     "gatv2, batch norm": {"score": "gatv2", "norm": "batch"},
+    "linear layers, batch norm": {"first_linear": True, "last_linear": True, "norm": "batch"},
     "gat_sep": {"mlp_ratio": 1.0, "separate_self": True, "norm": "layer"},
 }
 EXPANDER = {"global_attention": None, "expander_degree": 4}

@@ -24,6 +24,7 @@ from attnkit.layers.graph.heads import (
     GraphHeads,
     NodeHeads,
     QueryKeyValueHeads,
+    first_nodes,
 )
 from attnkit.layers.graph.inputs import (
     EdgeModule,
@@ -269,7 +270,7 @@ class GraphAttention(EdgeModule):
         output = self._merged(self._attend(nodes, edges, features, bias))
         if self.separate_self:
             if isinstance(x, Tensor):  # the targets are the first of the sources
-                own = nodes.value[..., : target.shape[-2], :]
+                own = first_nodes(nodes.value, target.shape[-2])
             else:
                 own = self.projections.own(target)
             output = torch.cat([self._merged(own), output], dim=-1)
