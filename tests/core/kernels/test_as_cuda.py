@@ -157,10 +157,10 @@ def test_cudnn_is_left_alone_with_masks_and_where_lengths_change():
     """Its backward can give NaN with a mask (pytorch 196678), and it plans anew for each length
     (FunASR 3704). Without a mask, as in a ViT, it is chosen."""
     with as_cuda.cuda_without_a_gpu():
-        shape = 1, 2, 704, 64
+        shape = 32, 12, 704, 64
         tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
         bias = torch.randn(704, 704, device="cuda", dtype=torch.bfloat16)
-        mask = attnkit.Padding(torch.tensor([700], device="cuda"))
+        mask = attnkit.Padding(torch.tensor(32 * [700], device="cuda"))
         for is_trained in (False, True):
             given = [tensor.detach().requires_grad_(is_trained) for tensor in tensors]
             for options, expected in (
@@ -173,16 +173,18 @@ def test_cudnn_is_left_alone_with_masks_and_where_lengths_change():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"), [(17, "efficient"), (64, "efficient"), (65, "cudnn")]
-)
-def test_short_sequences_leave_flash_and_cudnn_alone(tokens, expected):
-    """Their blocks would be mostly empty."""
+    ("batch", "tokens", "expected"),
+    [(2048, 17, "efficient"), (2048, 64, "efficient"), (2048, 65, "cudnn"), (64, 197, "flash"),
+     (128, 197, "cudnn")],
+)  # fmt: skip
+def test_what_is_short_or_little_leaves_cudnn_alone(batch, tokens, expected):
+    """Blocks of flash and cuDNN would be mostly empty; cuDNN's steps take longest to start."""
     with as_cuda.cuda_without_a_gpu():
-        query = torch.randn(2, 2, tokens, 64, device="cuda", dtype=torch.bfloat16)
+        query = torch.randn(batch, 12, tokens, 64, device="cuda", dtype=torch.bfloat16)
         assert attnkit.explain_backends(query, query, query).chosen == expected
-        one = query[:, :, :1]
-        memory = torch.randn(2, 2, 65, 64, device="cuda", dtype=torch.bfloat16)
-        assert attnkit.explain_backends(one, memory, memory).chosen == "flash"
+        one, memory = query[:, :, :1], torch.cat(2 * [query], 2)[:, :, :65]
+        expected = "efficient" if tokens * 2 < 65 else "flash"
+        assert attnkit.explain_backends(one, memory, memory).chosen == expected
 
 
 def test_flex_is_compiled_while_it_is_recorded():
