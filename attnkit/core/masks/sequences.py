@@ -150,6 +150,9 @@ class Window(Mask):
         return Plan.of_band(blocks, *self.band(blocks.num_queries, blocks.num_keys))
 
 
+FEW = 1024  # numbers on a CPU, which are read sooner than compared with those that were kept
+
+
 @dataclass(frozen=True, eq=False)
 class Packed(Mask):
     """Several sequences, concatenated; each sees only itself.
@@ -191,9 +194,12 @@ class Packed(Mask):
         """The same as numbers, read once: of a tensor on a GPU, reading waits for it."""
 
         def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
-            queries, keys = (tuple(lengths.tolist()) for lengths in self.both_lengths)
-            return queries, keys
+            queries = tuple(self.lengths.tolist())
+            keys = self.key_lengths
+            return queries, queries if keys is None else tuple(keys.tolist())
 
+        if self.lengths.is_cpu and len(self.lengths) <= FEW:
+            return read()
         return kept(self, "_lengths", (), self.lengths.device, read)
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
