@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from attnkit.core.contexts import shared
 from attnkit.core.masks.kept import Made, cached
 from attnkit.core.operators.modes import is_plain
+from attnkit.core.operators.sorting import sort_edges
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,12 @@ class Adjacency:
         if torch.compiler.is_compiling():
             offsets, target, source, order = _sort_edges(edge_index, num_targets, num_sources)
             return cls(offsets, target, source, order, num_sources)
+        found = sort_edges(edge_index, num_targets, num_sources)
+        if found is not None:
+            graph = cls(found.offsets, found.target, found.source, found.order, num_sources)
+            for name in ("by_source", "source_offsets", "target_by_source"):
+                vars(graph)[name] = getattr(found, name)
+            return graph
         largest = max(num_targets + num_sources, 2 * edge_index.shape[1])
         dtype = torch.int32 if largest < 2**31 else torch.int64
         source, target = edge_index.to(dtype, copy=True)  # which nobody else writes to

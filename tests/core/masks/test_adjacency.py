@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from attnkit import Edges
-from attnkit.core.masks.adjacency import split_hubs
+from attnkit.core.masks.adjacency import Adjacency, split_hubs
+from attnkit.core.operators import sorting
 
 DEGREES = {
     "mixed": [3, 0, 1, 17, 4, 5, 0, 8],
@@ -45,3 +46,69 @@ def test_they_are_kept():
     assert by_target[0].node.tolist() == [0, 0, 1, 2]
     assert by_source[0].node.tolist() == [0, 1, 1, 2]
     assert by_source[1].node.tolist() == [1]
+
+
+def orders(graph):
+    names = ("offsets", "target", "source", "order", "by_source", "source_offsets")
+    return {name: getattr(graph, name) for name in (*names, "target_by_source")}
+
+
+def unsorted(targets, sources):
+    return torch.stack([torch.randint(sources, (997,)), torch.randint(targets, (997,))])
+
+
+def in_order(edge_index):
+    return edge_index[:, edge_index[1].argsort(stable=True)]
+
+
+EDGES = {
+    "some": lambda targets, sources: unsorted(targets, sources),
+    "in order": lambda targets, sources: in_order(unsorted(targets, sources)),
+    "int32": lambda targets, sources: unsorted(targets, sources).int(),
+    "transposed": lambda targets, sources: unsorted(targets, sources).T.contiguous().T,
+    "a part": lambda targets, sources: unsorted(targets, sources)[:, ::3],
+    "one": lambda targets, sources: unsorted(targets, sources)[:, :1],
+    "none": lambda targets, sources: unsorted(targets, sources)[:, :0],
+}
+
+
+@pytest.mark.parametrize("sizes", [(101, 31), (31, 101), (70_001, 7), (7, 70_001), (1, 1)])
+@pytest.mark.parametrize("name", EDGES)
+def test_the_counting_sort_gives_the_same_bits(name, sizes, monkeypatch):
+    pytest.importorskip("numba")
+    torch.manual_seed(0)
+    edge_index = EDGES[name](*sizes)
+    expected = orders(Adjacency.of(edge_index, *sizes))
+    monkeypatch.setattr(sorting, "LEAST_EDGES", 0)
+    assert sorting.sort_edges(edge_index, *sizes) is not None
+    graph = Adjacency.of(edge_index, *sizes)
+    for key, tensor in orders(graph).items():
+        wanted = expected[key]
+        assert (tensor is None) == (wanted is None), key
+        if tensor is not None:
+            assert tensor.dtype == wanted.dtype, key
+            assert torch.equal(tensor, wanted), key
+
+
+@pytest.mark.parametrize("node", [-1, 11, 2**40])
+def test_the_counting_sort_reads_no_node_that_is_not_there(node, monkeypatch):
+    pytest.importorskip("numba")
+    monkeypatch.setattr(sorting, "LEAST_EDGES", 0)
+    edges = torch.randint(11, (2, 31))
+    assert sorting.sort_edges(edges, 11, 11) is not None
+    for row in (0, 1):
+        wrong = edges.clone()
+        wrong[row, 5] = node
+        assert sorting.sort_edges(wrong, 11, 11) is None
+
+
+def test_what_torch_sorts(monkeypatch):
+    assert sorting.sort_edges(torch.zeros(2, 31, dtype=torch.long), 3, 3) is None  # too few
+    monkeypatch.setattr(sorting, "LEAST_EDGES", 0)
+    edges = torch.zeros(2, 31, dtype=torch.long)
+    assert sorting.sort_edges(edges, 2**31, 1) is None
+    assert sorting.sort_edges(edges.short(), 3, 3) is None
+    assert sorting.sort_edges(edges.to("meta"), 3, 3) is None
+    monkeypatch.setattr(sorting, "_is_there", lambda: False)
+    assert sorting.sort_edges(edges, 3, 3) is None
+    assert Adjacency.of(edges, 3, 3).num_edges == 31

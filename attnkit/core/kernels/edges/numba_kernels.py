@@ -11,7 +11,7 @@ other ends of edges are read in no order: they are asked for `AHEAD` edges befor
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba import float32, njit
 
@@ -35,6 +35,7 @@ from attnkit.core.kernels.edges.numba_vectors import (
     total,
     zeros,
 )
+from attnkit.core.operators.sorting_kernels import compiled
 
 CHUNK = 64  # edges that are computed at once, at least: more where a target has more
 AHEAD = 16
@@ -457,7 +458,7 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                     row_gradient = times(row_gradient, vector)
                 store(_at(gradients.key, lane, source), row_gradient)
 
-    return _compiled(forward), _compiled(by_target), _compiled(by_source)
+    return compiled(forward), compiled(by_target), compiled(by_source)
 
 
 @cache
@@ -467,12 +468,4 @@ def copy() -> Callable[..., None]:
 
     torch's threads would go on to spin for a while, on the cores that the next tasks need.
     """
-    return _compiled(_copy)
-
-
-def _compiled(kernel: Callable[..., None]) -> Any:
-    """Compiled at the first call, once for a machine where its program can be kept in a file."""
-    try:
-        return njit(nogil=True, cache=True)(kernel)
-    except RuntimeError:  # there is no folder to write to
-        return njit(nogil=True)(kernel)
+    return compiled(_copy)
