@@ -5,23 +5,26 @@
 
 - layers: 50,000 nodes, 1,000,000 random edges, 128 channels in, 8 heads × 16, each of PyG's
   `TransformerConv`, `GATv2Conv` and `GATConv` against the layer that `attnkit.interop.from_pyg`
-  makes of it, which has the same weights and gives the same output;
+  makes of it, which has the same weights and gives the same output. Both are called as PyG's
+  documentation shows, with a tensor `edge_index`, the same in every step; ours also with `Edges`,
+  and both with a tensor that is new in every step, which ours sorts. `GATConv` also with the
+  self-loops that it adds by default;
 - wide: the same with 8 heads × 64;
 - small: 2,708 nodes, 10,556 edges, 64 channels in, 8 heads × 8, the sizes of Cora's second layer;
 - features: as layers, with edge features of 16 channels;
 - inference: as layers, without gradients;
-- molecules: 200 graphs of 30 nodes and 60 edges as one, new in every step, which ours sorts;
+- molecules: 200 graphs of 30 nodes and 60 edges as one tensor, new in every step;
 - memory: the peak memory of a step of each beyond what stood before it, in a process of its own;
+  the same tensor as in the step before, and a new one;
 - typed: PyG's `HGTConv` and `HANConv`, 50,000 nodes of three types, 1,000,000 edges of four, 128
   channels in, 8 heads × 16; and `RGATConv`, which makes a matrix for each edge, with 10,000 nodes,
   50,000 edges of ten relations, 32 channels in, 4 heads × 8; with the peak memory;
 - scaling: 10⁵, 10⁶ and 10⁷ edges, 20 a node, 8 heads × 16, the kernel alone, against what moving
   its tables through memory would take at the speed at which this machine copies.
 
-With --busy so many other processes keep a core each busy. Sorting the edges, once for a graph, is
-told apart. Programs alternate; a ratio is the median of the
-rounds' ratios. New pages are a large part of PyG's time: environment variables of the memory
-allocator change these figures.
+With --busy so many other processes keep a core each busy. Programs alternate; a ratio is the median
+of the rounds' ratios. The typed layers are given edges that are sorted already. New pages are a
+large part of PyG's time: environment variables of the memory allocator change these figures.
 """
 
 import argparse
@@ -30,6 +33,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +44,7 @@ from attnkit import interop
 
 HEADS = 8
 LAYERS = ("TransformerConv", "GATv2Conv", "GATConv")
+CALLS = ("edge_index", "Edges", "new edge_index")
 TYPED = ("HGTConv", "HANConv", "RGATConv")
 NODES = {"paper": 25_000, "author": 20_000, "venue": 5_000}
 EDGES = {
@@ -48,6 +53,7 @@ EDGES = {
     ("paper", "written_by", "author"): 250_000,
     ("venue", "prints", "paper"): 100_000,
 }
+Step = Callable[[], None]
 
 
 def graph(num_nodes: int, num_edges: int, channels: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,39 +66,46 @@ def steps(
     sizes: tuple[int, int, int],
     head_dim: int,
     *,
+    calls: Sequence[str] = CALLS[:1],
     edge_dim: int | None = None,
     trains: bool = True,
     graphs: int | None = None,
+    self_loops: bool = False,
     compare: bool = True,
-):
-    """A step of PyG's layer and of ours, of equal weights; ours on edges that are sorted already,
-    but of so many `graphs`."""
+) -> dict[str, tuple[Step, Step]]:
+    """Steps of PyG's layer and of ours, of equal weights, by what both are given: one of `CALLS`,
+    where PyG's is always given a tensor."""
     from torch_geometric import nn
 
     x, edge_index = graph(*sizes)
     if graphs is not None:  # edges stay within a graph
         size, of_graph = sizes[0] // graphs, torch.arange(sizes[1]) % graphs
         edge_index = edge_index % size + of_graph * size
-    options = {} if name == "TransformerConv" else {"add_self_loops": False}
+    options = {} if name == "TransformerConv" else {"add_self_loops": self_loops}
     theirs = getattr(nn, name)(sizes[2], head_dim, heads=HEADS, edge_dim=edge_dim, **options)
     ours = interop.from_pyg(theirs)
-    edges = attnkit.Edges(edge_index, sizes[0]) if graphs is None else edge_index
+    edges = attnkit.Edges(edge_index, sizes[0])
     carried = [] if edge_dim is None else [torch.randn(sizes[1], edge_dim)]
     if compare:
         expected = theirs(x, edge_index, *carried)
         torch.testing.assert_close(ours(x, edges, *carried), expected, atol=1e-4, rtol=1e-4)
 
-    def step(layer, given):
-        def run():
+    def step(layer, given: Callable[[], object]) -> Step:
+        def run() -> None:
             with torch.set_grad_enabled(trains):
-                output = layer(x, given, *carried)
+                output = layer(x, given(), *carried)
             if trains:
                 output.square().mean().backward()
                 layer.zero_grad()
 
         return run
 
-    return step(theirs, edge_index), step(ours, edges)
+    given = {
+        "edge_index": (lambda: edge_index, lambda: edge_index),
+        "Edges": (lambda: edge_index, lambda: edges),
+        "new edge_index": (edge_index.clone, edge_index.clone),
+    }
+    return {call: (step(theirs, given[call][0]), step(ours, given[call][1])) for call in calls}
 
 
 def typed_steps(name: str):
@@ -136,11 +149,20 @@ def typed_steps(name: str):
     return step(theirs, *given), step(ours, prepared)
 
 
-def layers(sizes: tuple[int, int, int], head_dim: int, rounds: int, **options: Any) -> None:
+def layers(
+    sizes: tuple[int, int, int],
+    head_dim: int,
+    rounds: int,
+    *,
+    of: Sequence[str] = LAYERS,
+    **options: Any,
+) -> None:
     rows = []
-    for name in LAYERS:
-        row = {"layer": f"{name}, {HEADS} × {head_dim}"}
-        rows.append(row | compared(*steps(name, sizes, head_dim, **options), rounds))
+    added = " with self-loops" if options.get("self_loops") else ""
+    for name in of:
+        for call, both in steps(name, sizes, head_dim, **options).items():
+            row = {"layer": f"{name}{added}, {HEADS} × {head_dim}", "given": call}
+            rows.append(row | compared(*both, rounds))
     print(table(rows))
 
 
@@ -185,7 +207,8 @@ def memory(head_dims: tuple[int, ...]) -> None:
 def peaks_of(name: str, head_dim: int = 16) -> dict[str, str]:
     """The peak memory of a step of each, and the share of PyG's that ours is."""
     peaks = {}
-    for who in ("PyG", "attnkit"):
+    news = [] if name in TYPED else ["attnkit, new edge_index"]
+    for who in ("PyG", "attnkit", *news):
         command = [sys.executable, __file__, "--peak", name, who, str(head_dim)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks[who] = float(done.stdout.split()[-1])
@@ -194,10 +217,14 @@ def peaks_of(name: str, head_dim: int = 16) -> dict[str, str]:
 
 
 def peak(name: str, who: str, head_dim: int) -> None:
-    """Print the peak memory of the second step: the first has made gradients and sorted edges."""
-    is_typed = name in TYPED
+    """Print the peak memory of the third step: those before have made gradients, and sorted the
+    edges unless they are new in each."""
+    call = CALLS[2] if who.endswith(CALLS[2]) else CALLS[0]
     # of one program alone: memory that the other gave back would be taken again in pieces
-    pyg, ours = typed_steps(name) if is_typed else steps(name, LARGE, head_dim, compare=False)
+    if name in TYPED:
+        pyg, ours = typed_steps(name)
+    else:
+        pyg, ours = steps(name, LARGE, head_dim, calls=[call], compare=False)[call]
     step = pyg if who == "PyG" else ours
     step()
     print(peak_memory(step))
@@ -270,7 +297,8 @@ if __name__ == "__main__":
     with busy(arguments.busy):
         prepare()
         if "layers" in parts:
-            layers(LARGE, 16, rounds)
+            layers(LARGE, 16, rounds, calls=CALLS)
+            layers(LARGE, 16, rounds, of=["GATConv"], self_loops=True)
         if "wide" in parts:
             layers(LARGE, 64, min(3, rounds))
         if "small" in parts:
@@ -280,7 +308,7 @@ if __name__ == "__main__":
         if "inference" in parts:
             layers(LARGE, 16, rounds, trains=False)
         if "molecules" in parts:
-            layers((6_000, 12_000, 64), 8, 5 * rounds, graphs=200)
+            layers((6_000, 12_000, 64), 8, 5 * rounds, graphs=200, calls=CALLS[2:])
         if "memory" in parts:
             memory((16, 64))
         if "typed" in parts:
