@@ -59,12 +59,12 @@ class _ExplainedAttention(GraphAttention):
         weights = self._weights(nodes, *self._graph(edges, features, bias))
         edge_index, edge_value = edges.edge_index, None
         if self.add_self_loops:
-            weights = in_callers_order(weights, edges)
+            weights = in_callers_order(weights, edges.with_loops)
             loops = torch.arange(min(edges.sizes), device=edge_index.device).expand(2, -1)
             edge_index = torch.cat([edge_index, loops.to(edge_index.dtype)], dim=1)
             if features is not None:
                 looped = looped_features(features, edges.with_loops, self.fill_value)
-                features = in_callers_order(looped, edges)
+                features = in_callers_order(looped, edges.with_loops)
         if features is not None:
             weight = self.projections.edge_features(features).value_weight
             if weight is not None:

@@ -179,8 +179,7 @@ class GAT(EdgeModule):
 
         Args:
             x: dense or sparse CSR, of which the values are dropped.
-            edge_index: as in `GraphAttention`; given as a tensor it is sorted once for all layers,
-                at every call; given as `attnkit.Edges`, never again.
+            edge_index: as in `GraphAttention`; or a receptive field.
         """
         hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.layers), self.edge_dim)
         x = self.stem(x)

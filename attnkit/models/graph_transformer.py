@@ -177,8 +177,8 @@ class GraphTransformer(EdgeModule):
 
         Args:
             x: dense or sparse CSR.
-            edge_index: as in `GraphAttention`; given as a tensor it is sorted at every call. A
-                receptive field is for local attention and the readout "node".
+            edge_index: as in `GraphAttention`. A receptive field is for local attention and the
+                readout "node".
             batch: the graph of each node, in their order; None: all are of one.
             num_graphs: how many there are, where the last of them have no nodes.
             pairs: of the readout "edge": the two nodes of each pair, the first of all in row 0, the

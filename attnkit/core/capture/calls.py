@@ -268,15 +268,15 @@ def edge_call(layer: str, inputs: Inputs, output: Tensor) -> EdgeCall:
             sink=inputs.sink,
         ).T
         value = inputs.repeated_heads()[1][0]
-    callers = edges.looped_from or edges
-    edge_index = callers.edge_index
+    edge_index = edges.edge_index if edges.looped_from is None else edges.looped_from
+    num_edges = edge_index.shape[1]
     if edges.looped_from is not None:
-        weights = in_callers_order(weights, callers)
+        weights = in_callers_order(weights, edges)
         if features is not None:
             rows = features.features
-            rows = None if rows is None else in_callers_order(rows, callers)
+            rows = None if rows is None else in_callers_order(rows, edges)
             features = EdgeFeatures(rows, features.key_weight, features.value_weight)
-        added = edges.edge_index[:, len(callers.without_loops) :]
+        added = edges.edge_index[:, edges.num_edges - min(edges.sizes) :]
         edge_index = torch.cat([edge_index, added], dim=1)
     places = torch.arange(edge_index.shape[1], device=edge_index.device)
     targets, sources = edges.sizes
@@ -284,7 +284,7 @@ def edge_call(layer: str, inputs: Inputs, output: Tensor) -> EdgeCall:
         layer=layer,
         tap="attend",
         edge_index=edge_index,
-        is_added_loop=places >= callers.num_edges,
+        is_added_loop=places >= num_edges,
         num_nodes=(sources, targets),
         weights=weights,
         seen_in=output,

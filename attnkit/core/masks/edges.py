@@ -10,7 +10,7 @@ from torch import Tensor
 from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.base import Mask, register
-from attnkit.core.masks.kept import Made, kept
+from attnkit.core.masks.kept import Made, as_counted, kept
 from attnkit.core.scores.kinds import moved
 
 
@@ -21,9 +21,9 @@ class Edges(Mask):
     If `Edges` is the whole mask, an edge given twice counts twice, as in message passing. Inside
     `&`, `|` and `~` masks are boolean, and it counts once.
 
-    Sorting the edges takes longer than attending once, so reuse the object for all layers, heads
-    and epochs. It keeps the sorted edges and sorts them again where the tensor was written to; on
-    a GPU only where an operator of torch wrote it.
+    Sorting the edges can take longer than attending once, so reuse the object for all layers, heads
+    and epochs, as layers do that are given `edge_index` itself. It keeps the sorted edges and sorts
+    them again where the tensor was written to; on a GPU only where an operator of torch wrote it.
 
     edge_index: integers [2, edges], source (key) in row 0, target (query) in row 1; PyG's
         `EdgeIndex` is one; or a sparse matrix [targets, sources] (PyG's `adj_t`), of which the
@@ -41,10 +41,10 @@ class Edges(Mask):
     num_nodes: int | tuple[int, int] | None = None
     num_sources: int | None = None
 
-    looped_from: ClassVar["Edges | None"] = None
-    """Of the edges that another's `with_loops` are, that other."""
+    looped_from: ClassVar[Annotated[Tensor, "2 _", int] | None] = None
+    """Of the edges that another's `with_loops` are, the other's `edge_index`."""
     proper: ClassVar[Annotated[Tensor, "_", int] | None] = None
-    """Of the same, the other's `without_loops`, whose edges come first."""
+    """Of the same, the places of the other's edges that are no self-loops, which come first."""
     never_repeats: ClassVar[bool] = False
     """Whether it is known without looking that no edge is given more than once."""
 
@@ -75,15 +75,27 @@ class Edges(Mask):
             if number is None:
                 raise TypeError(f"{name}: expected the number of nodes, got {given!r} (Edges)")
             object.__setattr__(self, name, number)
+        self._check_range()
+
+    def _check_range(self) -> None:
+        """IndexError where a node is not there. A GPU has to be waited for: its numbers are read
+        again only where torch has counted a write since they were found to be right."""
+        edges = self.edge_index
         if torch.compiler.is_compiling() or edges.numel() == 0 or edges.is_meta:
             return
-        for name, row, size in zip(("source", "target"), edges, self.sizes[::-1], strict=True):
-            low, high = (int(bound) for bound in row.aminmax())
+        counted = None if edges.is_cpu or edges.is_inference() else as_counted(edges)
+        if counted is not None and vars(self).get("_checked") == counted:
+            return
+        source, target = edges
+        bounds = torch.stack([*source.aminmax(), *target.aminmax()]).tolist()
+        names = zip(("source", "target"), (bounds[:2], bounds[2:]), self.sizes[::-1], strict=True)
+        for name, (low, high), size in names:
             if low < 0 or high >= size:
                 raise IndexError(
                     f"edge_index: the {name} nodes go from {low} to {high}, "
                     f"expected 0 to {size - 1}"
                 )
+        object.__setattr__(self, "_checked", counted)
 
     def _read_pair(self, *sizes: int) -> None:
         if len(sizes) != 2 or self.num_sources is not None:
@@ -121,7 +133,11 @@ class Edges(Mask):
     @property
     def adjacency(self) -> Adjacency:
         """The edges as kernels read them."""
-        return self._kept("_adjacency", lambda: Adjacency.of(self.edge_index, *self.sizes))
+        return self._kept("_adjacency", self._sort)
+
+    def _sort(self) -> Adjacency:
+        self._check_range()  # the numbers may be others than those that __post_init__ saw
+        return Adjacency.of(self.edge_index, *self.sizes)
 
     @property
     def has_repeated(self) -> bool:
@@ -135,12 +151,9 @@ class Edges(Mask):
     @property
     def without_loops(self) -> Annotated[Tensor, "_", int]:
         """The places of the edges that are not self-loops."""
-        return self._kept("_without_loops", self._find_proper)
-
-    def _find_proper(self) -> Tensor:
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            return _without_loops(self.edge_index)  # of a size that it need not know
-        return _proper(self.edge_index)
+        places = self.with_loops.proper
+        assert places is not None
+        return places
 
     @property
     def with_loops(self) -> "Edges":
@@ -149,16 +162,20 @@ class Edges(Mask):
         return self._kept("_with_loops", self._add_loops)
 
     def _add_loops(self) -> "Edges":
+        self._check_range()  # as in _sort; self-loops of no node would be left out unseen
         loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
-        places = self.without_loops
+        # compiled code need not know how many there are
+        is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        places = (_without_loops if is_compiled else _proper)(self.edge_index)
         proper = self.edge_index[:, places]
         looped = Edges(torch.cat([proper, loops.to(proper.dtype)], dim=1), *self.sizes)
-        object.__setattr__(looped, "looped_from", self)
+        object.__setattr__(looped, "looped_from", self.edge_index)
         object.__setattr__(looped, "proper", places)
         return looped
 
     def _kept(self, name: str, make: Callable[[], Made]) -> Made:
-        return kept(self, name, (), self.edge_index.device, make, in_programs=True)
+        device, is_private = self.edge_index.device, self.looped_from is not None
+        return kept(self, name, (), device, make, in_programs=True, is_private=is_private)
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if (num_queries, num_keys) != self.sizes:
@@ -199,14 +216,18 @@ def _(edge_index):
     return edge_index.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int64)
 
 
-def in_callers_order(rows: Tensor, edges: Edges) -> Tensor:
-    """Rows of the edges of `edges.with_loops`, as rows of the edges of `edges`, then of the loops.
+def in_callers_order(rows: Tensor, looped: Edges) -> Tensor:
+    """Rows of the edges of `looped`, which are another's `with_loops`, as rows of the other's edges
+    and then of the loops.
 
     A self-loop of the caller's was replaced by its node's: its row is 0.
     """
-    loops = torch.arange(min(edges.sizes), device=rows.device) + edges.num_edges
-    places = torch.cat([edges.without_loops, loops])
-    result = rows.new_zeros(edges.num_edges + len(loops), *rows.shape[1:])
+    assert looped.looped_from is not None
+    assert looped.proper is not None
+    num_edges = looped.looped_from.shape[1]
+    loops = torch.arange(min(looped.sizes), device=rows.device) + num_edges
+    places = torch.cat([looped.proper, loops])
+    result = rows.new_zeros(num_edges + len(loops), *rows.shape[1:])
     return result.index_copy(0, places, rows)
 
 

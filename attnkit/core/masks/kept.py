@@ -1,6 +1,6 @@
 """What is made once: of a mask, for all the layers that are given it; of any object, a property."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
@@ -14,8 +14,8 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept(Generic[Made]):
-    """What was made, and of what: the key, and the mask's tensors as they were."""
+class Kept(Generic[Made]):
+    """What was made, and of what: the key, and the tensors as they were."""
 
     key: tuple
     tensors: tuple[Tensor | tuple, ...]
@@ -23,13 +23,13 @@ class _Kept(Generic[Made]):
     written: Tensor
     """Nothing; see `_check_unchanged`."""
 
-    def is_of(self, key: tuple, tensors: list[Tensor]) -> bool:
+    def is_of(self, key: tuple, tensors: Sequence[Tensor]) -> bool:
         """Whether the same would be made again."""
-        return (
-            self.key == key
-            and len(self.tensors) == len(tensors)
-            and all(map(_is_as_it_was, tensors, self.tensors))
-        )
+        return self.key == key and self.is_unchanged(tensors)
+
+    def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors as they were."""
+        return len(self.tensors) == len(tensors) and all(map(_is_as_it_was, tensors, self.tensors))
 
     def __reduce__(self) -> tuple:
         return tuple, ()  # in a copy of the mask there is nothing in its place
@@ -43,6 +43,7 @@ def kept(
     make: Callable[[], Made],
     *,
     in_programs: bool = False,
+    is_private: bool = False,
 ) -> Made:
     """What `make()` gives, on this device.
 
@@ -56,9 +57,11 @@ def kept(
     Args:
         in_programs: whether a compiled, traced or captured program reads what was kept when it was
             made. On the CPU compiled code raises RuntimeError where the numbers are others then.
+        is_private: whether the mask's tensors are its own, which nobody writes to: they are not
+            compared.
     """
     there = vars(mask).get(name)
-    found: _Kept[Made] | None = there if isinstance(there, _Kept) else None
+    found: Kept[Made] | None = there if isinstance(there, Kept) else None
     if not has_values(device):
         if not in_programs or found is None or found.key != (*key, device):
             return make()
@@ -67,14 +70,16 @@ def kept(
                 if isinstance(tensor, Tensor) and isinstance(then, Tensor):
                     _check_unchanged(tensor, then, found.written)
         return found.value
-    tensors = tensors_of(mask)
+    tensors = [] if is_private else tensors_of(mask)
     if tensors is None:
         return make()
     key = *key, device
     if found is None or not found.is_of(key, tensors):
         with torch.inference_mode(False):  # for training too
-            as_they_are = tuple(map(_as_it_is, tensors))
-            found = _Kept(key, as_they_are, make(), torch.empty(0))
+            others = [other for other in [*vars(mask).values()] if isinstance(other, Kept)]
+            same = (other.tensors for other in others if other.is_unchanged(tensors))
+            as_they_are = next(same, None) or tuple(map(as_it_is, tensors))  # a copy for all
+            found = Kept(key, as_they_are, make(), torch.empty(0))
         leaves = (leaf for leaf in pytree.tree_leaves(found.value) if isinstance(leaf, Tensor))
         if all(type(leaf) is Tensor for leaf in leaves):  # no fake ones
             vars(mask)[name] = found
@@ -158,17 +163,24 @@ def tensors_within(value: object) -> list[Tensor]:
     return found
 
 
-def _as_it_is(tensor: Tensor) -> Tensor | tuple:
+def as_it_is(tensor: Tensor) -> Tensor | tuple:
     """What tells later whether a tensor is as it is now."""
     if tensor.is_cpu:
         return tensor.detach().clone()
-    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return as_counted(tensor)
+
+
+def as_counted(tensor: Tensor) -> tuple:
+    """What torch counts and knows of a tensor without looking at its numbers."""
+    version = None if tensor.is_inference() else tensor._version
+    place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+    return version, *place, tensor.dtype
 
 
 def _is_as_it_was(tensor: Tensor, then: Tensor | tuple) -> bool:
     if isinstance(then, Tensor):
         return tensor.is_cpu and tensor.dtype == then.dtype and _equal(tensor, then)
-    return not tensor.is_cpu and _as_it_is(tensor) == then
+    return not tensor.is_cpu and as_it_is(tensor) == then
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:

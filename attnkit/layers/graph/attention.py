@@ -222,9 +222,10 @@ class GraphAttention(EdgeModule):
                 one tensor, and `Edges` with fewer targets than sources, the targets are the first
                 rows.
             edge_index: sources in row 0 and targets in row 1 (PyG's, its
-                `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. Tensors
-                are sorted at every call, which can take longer than the rest of it: for a graph
-                that is used again, build `Edges(edge_index, num_nodes)` once.
+                `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. The
+                edges of a tensor are sorted at its first call, for all layers and epochs, as long
+                as the tensor lives, and again where it was written to; on a GPU only an operator of
+                torch is noticed, and sparse matrices are read at every call.
             edge_attr: features of the edges; one channel may lack its dimension.
             size: the number of sources and of targets, where x does not tell it; else checked.
             return_attention_weights: give the weights too, as PyG's layers do.
@@ -370,7 +371,8 @@ class GraphAttention(EdgeModule):
         bias = None if edge_bias is None else check_bias(edge_bias, edges, self.heads)
         used, carried = self._graph(edges, features, bias)
         weights = self._weights(self._heads(x, source, target), used, carried)
-        weights = in_callers_order(weights, edges) if self.add_self_loops else weights
+        if self.add_self_loops:
+            weights = in_callers_order(weights, used)
         return _batch_first(of_edges(weights, rows, heads))
 
     def _heads(self, x: Nodes, source: Tensor, target: Tensor) -> NodeHeads:

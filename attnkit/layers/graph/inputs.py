@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.remembered import remembered_edges
 from attnkit.core.operators.sparse import first_rows
 
 Nodes = (
@@ -176,7 +177,7 @@ def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | No
                 "edge_index: expected integers [2, edges], a sparse matrix or attnkit.Edges, "
                 f"got {type(edge_index).__name__}"
             )
-        return Edges(edge_index, num_targets, num_sources)
+        return remembered_edges(edge_index, num_targets, num_sources)
     if edge_index.sizes != (num_targets, num_sources):
         raise ValueError(
             f"edge_index: Edges has {edge_index.sizes[0]} targets and {edge_index.sizes[1]} "

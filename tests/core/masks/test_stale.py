@@ -221,7 +221,7 @@ def test_copies_keep_nothing(name, clone):
         attend(*tensors(), mask=mask, backend=backend)
         other = COPIES[clone](mask)
         if clone in ("deepcopy", "pickle"):
-            names = [name for name, part in vars(other).items() if type(part).__name__ == "_Kept"]
+            names = [name for name, part in vars(other).items() if type(part).__name__ == "Kept"]
             assert not names
         memory, mask_version = of(other, first), of(mask, first)._version
         for _ in range(1 + mask_version):  # at least as often as the mask's own

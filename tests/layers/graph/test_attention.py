@@ -214,7 +214,7 @@ def test_edges_that_are_given_are_sorted_once():
 def test_rows_in_the_callers_order():
     edges = Edges(torch.tensor([[1, 2, 0, 1, 0], [1, 0, 0, 2, 0]]), 3)
     rows = torch.tensor([10.0, 20.0, 1.0, 2.0, 3.0])  # 2→0, 1→2, and the loops of 0, 1, 2
-    ordered = in_callers_order(rows[:, None], edges).squeeze(1)
+    ordered = in_callers_order(rows[:, None], edges.with_loops).squeeze(1)
     assert ordered.tolist() == [0, 10, 0, 20, 0, 1, 2, 3]
 
 

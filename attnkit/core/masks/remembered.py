@@ -1,0 +1,76 @@
+"""Edges that were seen before: what is made of a tensor is made once, for all that are given it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.kept import Kept, Made, as_counted, as_it_is, has_values
+from attnkit.core.operators.modes import PLAIN
+
+MOST = 64  # tensors: who keeps a list of many graphs must not see their memory multiplied
+_SEEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Of each tensor the last that was made of it, `Kept`. Nothing in it refers to the tensor itself,
+so that it goes with the tensor. There is no lock: two threads may both sort, and both are right; a
+lock that is held where a process forks would never be free in the child."""
+
+
+def remembered_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> Edges:
+    """`Edges` of this tensor, the same object at every call: its edges are sorted once.
+
+    They are kept as long as the tensor object lives and is among the last 64, in 2.5 times its
+    memory, in 4 times with self-loops. They are made anew for other sizes and where the tensor was
+    written to. On a CPU it does not matter who wrote: `Edges` compares the numbers. A GPU would
+    have to be waited for. There only what torch counts is compared, the tensor's version and where
+    its memory stands: what `.data`, DLPack or another library writes into that memory is not seen.
+    On a GPU they are also made anew for another stream, which might read them too early.
+
+    Nothing is remembered within torch.compile, export, tracing, torch.func and the capture of CUDA
+    graphs, nor of a tensor that is not the memory of its edges (of 16 bits, of a class of the
+    user's), nor of one on a GPU that is sparse or was made in inference mode.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `Edges`.
+    """
+    sizes = num_targets, num_sources
+    if not has_values(edge_index.device) or torch._C._len_torch_dispatch_stack():
+        return Edges(edge_index, *sizes)
+    if edge_index.layout in _PLACES and edge_index.is_cpu:  # of which `Edges` makes a copy
+        parts = [getattr(edge_index, name)() for name in _PLACES[edge_index.layout]]
+        kind = *sizes, edge_index.layout, edge_index.shape
+        return remembered(edge_index, parts, kind, lambda: Edges(edge_index, *sizes))
+    memory = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
+    is_told = memory.is_cpu or not (memory.is_meta or memory.is_inference())  # of what is written
+    is_itself = memory.layout is torch.strided and type(memory) in PLAIN
+    if not (is_told and is_itself and memory.dtype in (torch.int32, torch.int64)):
+        return Edges(edge_index, *sizes)
+    stream = torch.cuda.current_stream(memory.device).cuda_stream if memory.is_cuda else None
+    key = *sizes, stream, as_counted(memory)
+    # `Edges` itself compares the numbers, of memory that is held here, so that its address stays
+    return remembered(edge_index, [], key, lambda: Edges(memory.detach(), *sizes))
+
+
+_PLACES = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_coo: ("_indices",),
+}
+
+
+def remembered(
+    owner: Tensor, parts: Sequence[Tensor], key: tuple[Hashable, ...], make: Callable[[], Made]
+) -> Made:
+    """What `make()` gives, kept as long as `owner` lives, to which it must not refer; made again
+    for another key, and where a part is no longer what it was."""
+    found: Kept[Made] | None = _SEEN.get(owner)
+    if found is None or not found.is_of(key, parts):
+        with torch.inference_mode(False):  # for training too
+            found = Kept(key, tuple(map(as_it_is, parts)), make(), torch.empty(0))
+        _SEEN[owner] = found
+        for reference in _SEEN.keyrefs()[:-MOST]:  # the oldest
+            _SEEN.data.pop(reference, None)
+    return found.value
