@@ -26,6 +26,7 @@ from attnkit.core.kernels.base import (
 from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results
 from attnkit.core.masks.edges import Edges
+from attnkit.core.operators.caches import caches
 from attnkit.core.operators.threads import run_tasks
 from attnkit.core.scores.additive import Additive
 
@@ -35,9 +36,6 @@ GROUP = 2**20  # edges × lanes that are computed at once
 ALONE = 2**22  # edges × lanes × channels that one thread computes
 BLOCK = 2**13  # edges of a task, at least
 TASKS = 4  # of each thread, at least
-SMALL = 2**21  # bytes over which a table is spread that is read where it stands
-LARGE = 2**24  # bytes of two tables that are better read together
-CACHE = 2**18  # bytes of a lane's table that stay in a core's cache
 FEW = 8  # reads of a row that do not pay for a copy of it
 BY_SOURCE = ("by_source", "source_offsets", "target_by_source")
 
@@ -244,14 +242,15 @@ class _Job:
 
     def _near(self, lanes: slice, *names: str) -> dict[str, Tensor]:
         """The lanes' rows of given tensors that are read together, in no order: copies next to each
-        other, where they are spread over much memory and each is read several times."""
+        other, where they are spread over much memory and each is read several times, or where two
+        tables would leave little of the last cache to what else is read."""
         found = {name: self.given[name][lanes] for name in names}
         tasks, count = [], lanes.stop - lanes.start
         are_vectors = all(rows.shape[2] % 8 == 0 for rows in found.values())
         for together in [names] if are_vectors else [(name,) for name in names]:
             some = [found[name] for name in together]
             dims, num_nodes = [rows.shape[2] for rows in some], some[0].shape[1]
-            is_large = 4 * num_nodes * sum(dims) > LARGE
+            is_large = 4 * num_nodes * sum(dims) > caches().last // 2
             if self.graph.num_edges < FEW * num_nodes or not (
                 is_large or any(map(_is_spread, some))
             ):
@@ -283,9 +282,10 @@ class _Job:
         return graph(*addresses, self.graph.num_edges - 1, self._at_once(), self._is_large())
 
     def _is_large(self) -> bool:
-        """Whether rows that are read in no order are better asked for ahead."""
+        """Whether rows that are read in no order are better asked for ahead: where a lane's table
+        does not stay in a core's own cache, beside what else is read."""
         num_nodes = max(self.graph.num_sources, self.num_targets)
-        return 4 * num_nodes * max(self.head_dim, self.value_dim) > CACHE
+        return 4 * num_nodes * max(self.head_dim, self.value_dim) > caches().core // 2
 
     def _at_once(self) -> int:
         """How many edges are computed at once, at most, up to a whole vector."""
@@ -360,8 +360,10 @@ def _compiled() -> Any:
 
 
 def _is_spread(rows: Tensor) -> bool:
-    """Whether rows [lanes, nodes, channels] stand apart from each other, over much memory."""
-    return rows.stride(1) != rows.shape[2] and 4 * rows.shape[1] * rows.stride(1) > SMALL
+    """Whether rows [lanes, nodes, channels] stand apart from each other, over memory of several
+    times a core's own cache."""
+    spread = 4 * rows.shape[1] * rows.stride(1)
+    return rows.stride(1) != rows.shape[2] and spread > 4 * caches().core
 
 
 def _filled(tensor: Tensor, dim: int) -> Tensor:

@@ -14,6 +14,7 @@ import attnkit
 from attnkit import Additive, Cosine, EdgeFeatures, Edges, Gaussian, General, attend
 from attnkit.core.check import check_inputs
 from attnkit.core.kernels.edges import numba as edges_numba
+from attnkit.core.operators.caches import Caches
 
 BATCH, HEADS, VALUE_DIM, EDGE_DIM = 2, 3, 7, 11
 SCORES = {
@@ -37,9 +38,8 @@ def computed_in(request, monkeypatch):
             ("GROUP", 100),
             ("ALONE", 0),
             ("BLOCK", 7),
-            ("SMALL", 0),
             ("FEW", 0),
-            ("CACHE", 0),
+            ("caches", lambda: Caches(0, 0)),
         ):
             monkeypatch.setattr(edges_numba, name, value)
     yield
@@ -360,3 +360,22 @@ def test_fewer_queries_than_keys_of_one_projection():
         output = attnkit.attend(query[:, :, :5], key, value, mask=edges, backend=backend)
         results.append(torch.autograd.grad(output.square().sum(), packed)[0])
     torch.testing.assert_close(*results)
+
+
+def test_tables_are_laid_out_for_the_caches_of_the_machine(monkeypatch):
+    edges, copied = Edges(torch.randint(11, (2, 401)), 11), []
+    kernels = edges_numba._compiled()
+    copy = kernels.copy()
+    monkeypatch.setattr(
+        kernels, "copy", lambda: lambda *given: copied.append(given) or copy(*given)
+    )
+    tensors = [rand(11, HEADS, 8, seed=seed, dtype=torch.float32) for seed in (1, 2, 3)]
+    outputs = {}
+    for machine in (Caches(2**20, 2**21), Caches(2**4, 2**21), Caches(2**20, 2**8)):
+        monkeypatch.setattr(edges_numba, "caches", lambda machine=machine: machine)
+        copied.clear()
+        heads_first = (tensor.transpose(0, 1)[None] for tensor in tensors)
+        outputs[machine] = attend(*heads_first, mask=edges, backend="edges_numba")
+        assert bool(copied) == (machine != Caches(2**20, 2**21))
+    first, *others = outputs.values()
+    assert all(torch.equal(first, other) for other in others)
