@@ -261,6 +261,9 @@ GRAPHS = {
     "GAT with blocks": lambda: attnkit.GAT(
         8, 8, 3, num_layers=2, heads=2, dropout_p=0.5, norm="batch", mlp_ratio=1.0, edge_dim=2
     ),
+    "GAT with linear layers": lambda: attnkit.GAT(
+        *(8, 8, 3), heads=2, norm="batch", edge_dim=2, first_linear=True, last_linear=True
+    ),
     "GraphBlock": lambda: GraphBlock(
         8, attnkit.GraphAttention(8, 4, 2, edge_dim=2), nn.BatchNorm1d(8), dropout_p=0.5
     ),

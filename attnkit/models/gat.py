@@ -230,6 +230,9 @@ class GAT(EdgeModule):
             edge_index: as in `GraphAttention`; or a receptive field.
         """
         hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.layers), self.edge_dim)
+        is_wrong = isinstance(x, Tensor) and x.shape[-1] != self.in_channels
+        if len(self.stem) and is_wrong:  # told before the dropout draws
+            raise ValueError(f"x: expected [nodes, {self.in_channels}], got {list(x.shape)}")
         x = self.stem(x)
         for layer, (edges, features) in zip(self.layers, hops, strict=True):
             x = layer(x, edges, features)
