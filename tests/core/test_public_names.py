@@ -9,7 +9,7 @@ import pytest
 import attnkit
 
 # What the files of a package hold beside its kind.
-OTHERS = {"Adjacency", "Chunks", "SplitNodes", "cached"}
+OTHERS = {"Adjacency", "Chunks", "Kept", "SplitNodes", "cached"}
 
 
 @pytest.mark.parametrize("name", ["masks", "scores", "normalizers", "positions"])

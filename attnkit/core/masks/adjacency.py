@@ -16,7 +16,6 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from attnkit.core.contexts import shared
 from attnkit.core.masks.kept import Made, cached
 from attnkit.core.operators.modes import is_plain
-from attnkit.core.operators.sorting import sort_edges
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +42,8 @@ class Adjacency:
         if torch.compiler.is_compiling():
             offsets, target, source, order = _sort_edges(edge_index, num_targets, num_sources)
             return cls(offsets, target, source, order, num_sources)
+        from attnkit.core.operators.sorting import sort_edges  # for graphs alone
+
         found = sort_edges(edge_index, num_targets, num_sources)
         if found is not None:
             graph = cls(found.offsets, found.target, found.source, found.order, num_sources)
