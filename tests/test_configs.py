@@ -51,6 +51,7 @@ TRAINED = [
     "task=vit model=vit_tiny data=needle_digits optimizer=adamw callbacks=default trainer=cpu",
     "task=vit model=vit_small optimizer=sgd scheduler=constant finetune=full trainer=cpu",
     "task=graph level=graph_values model=sgformer trainer=cpu",
+    "task=graph level=graph data=pyg_graphs trainer=cpu",
     "task=graph model=gat data=planetoid optimizer=adamw trainer=cpu",
     "task=graph model=exphormer data=graph_files trainer=cpu",
     "task=graph model=sgformer data=infection trainer=cpu",

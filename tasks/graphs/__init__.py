@@ -25,3 +25,4 @@ from attnkit.tasks.graphs.whole.data import GraphsDataModule as GraphsDataModule
 from attnkit.tasks.graphs.whole.digit_grids import DigitGridsData as DigitGridsData
 from attnkit.tasks.graphs.whole.module import GraphClassification as GraphClassification
 from attnkit.tasks.graphs.whole.module import GraphValues as GraphValues
+from attnkit.tasks.graphs.whole.pyg import PyGGraphsData as PyGGraphsData
