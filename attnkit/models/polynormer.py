@@ -1,11 +1,11 @@
 """Polynormer: local attention, then global linear attention, both gated by products of nodes."""
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.arguments import at_least, divides, share
+from attnkit.core.arguments import at_least, choice, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
@@ -13,7 +13,7 @@ from attnkit.core.normalizers import Linear
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.graph.inputs import EdgeModule, as_edges
 from attnkit.layers.graph.sparse import SparseLinear
-from attnkit.layers.graph.transformer_block import graph_lengths
+from attnkit.layers.graph.transformer_block import GraphPool, Pooled, graph_lengths
 
 
 class PolynormerLocal(nn.Module):
@@ -82,8 +82,9 @@ class Polynormer(EdgeModule):
     the logits, then all of them; the step is counted in the buffer `steps`. What is not trained
     then has no gradients, which DDP must be told (`find_unused_parameters`).
 
-    Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out. A
-    sampled sub-graph is a graph of its own: global attention sees its nodes only.
+    Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out, or with
+    the readout "graph", which the paper does not have, [graphs, num_classes]. A sampled sub-graph
+    is a graph of its own: global attention sees its nodes only.
 
     Args:
         in_channels: channels of the nodes.
@@ -94,6 +95,8 @@ class Polynormer(EdgeModule):
         score: of local attention.
         beta: what of a layer is not gated, 0 to 1.
         local_steps: steps of training with the local layers alone; 0: none.
+        readout: "node", or "graph": what W_g and W_l read is pooled by attention with one learned
+            query, the same for both.
         dropout_p: of the input and the local layers.
         global_dropout_p: of the global layers.
         backend: the attention kernel, as in `attnkit.attend`.
@@ -119,6 +122,7 @@ class Polynormer(EdgeModule):
         score: GraphScoreName = "gat",
         beta: float = 0.9,
         local_steps: int = 0,
+        readout: Pooled = "node",
         dropout_p: float = 0.5,
         global_dropout_p: float = 0.5,
         backend: str = "auto",
@@ -130,9 +134,11 @@ class Polynormer(EdgeModule):
         share(dropout_p=dropout_p, global_dropout_p=global_dropout_p)
         if not 0 <= beta <= 1:
             raise ValueError(f"beta: expected 0 to 1, got {beta}")
+        choice(get_args(Pooled), readout=readout)
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.local_steps = local_steps
+        self.readout = readout
         dim = hidden_channels
         self.embed = SparseLinear(in_channels, dim)
         self.dropout = nn.Dropout(dropout_p)
@@ -152,6 +158,7 @@ class Polynormer(EdgeModule):
             PolynormerGlobal(dim, heads, beta, global_dropout_p, backend)
             for _ in range(num_global_layers)
         )
+        self.pool = GraphPool(dim, heads, backend=backend) if readout == "graph" else None
         self.local_head = nn.Linear(dim, num_classes) if local_steps else None
         self.head = nn.Linear(dim, num_classes)
         self.register_buffer("steps", torch.empty((), dtype=torch.long))
@@ -167,28 +174,28 @@ class Polynormer(EdgeModule):
         edge_index: Annotated[Tensor, "2 edges", int] | Edges,
         *,
         batch: Annotated[Tensor, "nodes", int] | None = None,
-    ) -> Annotated[Tensor, "nodes classes"]:
-        """Logits of the nodes.
+        num_graphs: int | None = None,
+    ) -> Annotated[Tensor, "rows classes"]:
+        """Logits of the nodes or graphs.
 
         Args:
             edge_index: as in `GraphAttention`.
             batch: the graph of each node, in their order; None: all are of one.
+            num_graphs: how many there are, where the last of them have no nodes.
         """
         edges = as_edges(edge_index, x.shape[0])
-        mask = None if batch is None else Packed(graph_lengths(batch, num_nodes=x.shape[0]))
+        lengths = None if batch is None else graph_lengths(batch, num_graphs, num_nodes=x.shape[0])
+        mask = None if lengths is None else Packed(lengths)
         is_local = self.local_head is not None and int(self.steps) < self.local_steps
         x = self.dropout(self.embed(x))
         total = torch.zeros_like(x)
         for layer in self.local_layers:
             x = layer(x, edges)
             total = total + x
-        if is_local and self.local_head is not None:
-            logits = self.local_head(total)
-        else:
-            x = self.norm(total)
-            for layer in self.global_layers:
-                x = layer(x, mask)
-            logits = self.head(x)
+        head, x = (self.local_head, total) if is_local else (self.head, self.norm(total))
+        for layer in () if is_local else self.global_layers:
+            x = layer(x, mask)
         if self.training:
             self.steps += 1
-        return logits
+        assert head is not None
+        return head(x if self.pool is None else self.pool(x, lengths))

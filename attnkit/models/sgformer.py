@@ -1,16 +1,16 @@
 """SGFormer: one layer of simple global attention beside a graph convolution network."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from torch import Tensor, nn
 
-from attnkit.core.arguments import at_least, share
+from attnkit.core.arguments import at_least, choice, share
 from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.layers.graph.far.global_attention import SimpleGlobalAttention
 from attnkit.layers.graph.inputs import EdgeModule, as_edges
 from attnkit.layers.graph.sparse import SparseLinear
-from attnkit.layers.graph.transformer_block import graph_lengths
+from attnkit.layers.graph.transformer_block import GraphPool, Pooled, graph_lengths
 
 
 class SGFormer(EdgeModule):
@@ -27,7 +27,8 @@ class SGFormer(EdgeModule):
     the influence that the largest graph of a batch has on the others there. A sampled sub-graph is
     a graph of its own: global attention sees its nodes only.
 
-    Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out.
+    Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out, or with
+    the readout "graph", which the paper does not have, [graphs, num_classes].
 
     Args:
         in_channels: channels of the nodes.
@@ -37,6 +38,7 @@ class SGFormer(EdgeModule):
         heads: of global attention, each as wide as the branch.
         num_convolutions: of the branch along the edges.
         graph_weight: γ, the share of that branch, 0 to 1.
+        readout: "node", or "graph": what W reads is pooled by attention with one learned query.
         dropout_p: of the branch of global attention.
         convolution_dropout_p: of the branch along the edges.
         backend: the kernel of the convolutions, as in `attnkit.attend`.
@@ -58,6 +60,7 @@ class SGFormer(EdgeModule):
         heads: int = 1,
         num_convolutions: int = 2,
         graph_weight: float = 0.5,
+        readout: Pooled = "node",
         dropout_p: float = 0.5,
         convolution_dropout_p: float = 0.5,
         backend: str = "auto",
@@ -65,11 +68,13 @@ class SGFormer(EdgeModule):
         super().__init__()
         at_least(1, num_layers=num_layers, num_convolutions=num_convolutions)
         share(dropout_p=dropout_p, convolution_dropout_p=convolution_dropout_p)
+        choice(get_args(Pooled), readout=readout)
         if not 0 <= graph_weight <= 1:
             raise ValueError(f"graph_weight: expected 0 to 1, got {graph_weight}")
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.graph_weight = graph_weight
+        self.readout = readout
         size = hidden_channels
         self.global_embed = SparseLinear(in_channels, size)
         self.attentions = nn.ModuleList(
@@ -85,6 +90,7 @@ class SGFormer(EdgeModule):
         self.local_ends = nn.ModuleList(
             _end(nn.BatchNorm1d(size), convolution_dropout_p) for _ in range(num_convolutions + 1)
         )
+        self.pool = GraphPool(size, 1, backend=backend) if readout == "graph" else None
         self.head = nn.Linear(size, num_classes)
 
     def forward(
@@ -93,15 +99,17 @@ class SGFormer(EdgeModule):
         edge_index: Annotated[Tensor, "2 edges", int] | Edges,
         *,
         batch: Annotated[Tensor, "nodes", int] | None = None,
-    ) -> Annotated[Tensor, "nodes classes"]:
-        """Logits of the nodes.
+        num_graphs: int | None = None,
+    ) -> Annotated[Tensor, "rows classes"]:
+        """Logits of the nodes or graphs.
 
         Args:
             edge_index: as in `GraphAttention`.
             batch: the graph of each node, in their order; None: all are of one.
+            num_graphs: how many there are, where the last of them have no nodes.
         """
         edges = as_edges(edge_index, x.shape[0])
-        lengths = None if batch is None else graph_lengths(batch, num_nodes=x.shape[0])
+        lengths = None if batch is None else graph_lengths(batch, num_graphs, num_nodes=x.shape[0])
         first, *ends = self.global_ends
         everywhere = first(self.global_embed(x))
         for attention, end in zip(self.attentions, ends, strict=True):
@@ -111,7 +119,8 @@ class SGFormer(EdgeModule):
         for convolution, end in zip(self.convolutions, ends, strict=True):
             local = end(convolution(local, edges)) + start
         weight = self.graph_weight
-        return self.head(weight * local + (1 - weight) * everywhere)
+        x = weight * local + (1 - weight) * everywhere
+        return self.head(x if self.pool is None else self.pool(x, lengths))
 
 
 def _end(norm: nn.Module, dropout_p: float) -> Any:

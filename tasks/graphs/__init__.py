@@ -1,4 +1,5 @@
-"""Node classification: `NodeClassification` learns what a `GraphDataModule` reads."""
+"""Graphs: `NodeClassification` learns the nodes of the one graph that a `GraphDataModule` reads,
+`GraphClassification` and `GraphValues` learn whole graphs, which a `GraphsDataModule` reads."""
 
 from attnkit.lightning.resume.sampler import EpochSampler as EpochSampler
 from attnkit.tasks.graphs.data import FullGraph as FullGraph
@@ -20,3 +21,8 @@ from attnkit.tasks.graphs.report.callback import NodeReport as NodeReport
 from attnkit.tasks.graphs.sampler import InNeighbors as InNeighbors
 from attnkit.tasks.graphs.sampler import Sampled as Sampled
 from attnkit.tasks.graphs.sampler import sample_neighbors as sample_neighbors
+from attnkit.tasks.graphs.whole.data import GraphsDataModule as GraphsDataModule
+from attnkit.tasks.graphs.whole.digit_grids import DigitGridsData as DigitGridsData
+from attnkit.tasks.graphs.whole.module import GraphClassification as GraphClassification
+from attnkit.tasks.graphs.whole.module import GraphValues as GraphValues
+from attnkit.tasks.graphs.whole.pyg import PyGGraphsData as PyGGraphsData

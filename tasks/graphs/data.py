@@ -78,6 +78,8 @@ class GraphDataModule(SplitData):
         ...         return torch.load("citations.pt", weights_only=False)  # a Data
     """
 
+    level = "node"
+
     def __init__(
         self,
         *,

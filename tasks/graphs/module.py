@@ -52,6 +52,8 @@ class NodeClassification(ClassificationModule):
         class_weights: see `ClassificationModule`.
     """
 
+    level = "node"
+
     def __init__(
         self,
         model: nn.Module | Mapping[str, Any],
@@ -86,15 +88,10 @@ class NodeClassification(ClassificationModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data = getattr(self.trainer, "datamodule", None)
-        given = getattr(data, "in_channels", None)
-        if None not in (given, self.in_channels) and given != self.in_channels:
-            raise UserError(
-                f"data: its nodes have {given} features, "
-                f"but the module was made for {self.in_channels}"
-            )
+        check_channels(self, data)
         self._check_positions(data)
         if isinstance(graph := getattr(data, "graph", None), Data):
-            self._check_edges(graph)
+            check_edges(self.model, graph)
         depth, sampled = num_layers(self.model), getattr(data, "num_neighbors", ())
         if stage == "fit" and getattr(data, "batch_size", None) and 0 < len(sampled) < depth:
             rank_zero_warn(
@@ -122,22 +119,6 @@ class NodeClassification(ClassificationModule):
             f"and {type(self.model).__name__} {reads}"
         )
 
-    def _check_edges(self, graph: Data) -> None:
-        """Says what edges carry that the model does not read; UserError if it reads other."""
-        carried = [name for name in CARRIED if name in graph]
-        if unread := [name for name in carried if name not in read_of_edges(self.model)]:
-            rank_zero_warn(
-                f"data: {' and '.join(unread)} of the edges: not used, since "
-                f"{type(self.model).__name__} reads none"
-            )
-        read = getattr(self.model, "edge_dim", None)
-        given = graph.edge_attr.shape[1] if "edge_attr" in carried else None
-        if read not in (None, given):
-            raise UserError(
-                f"data: expected edge_attr [edges, {read}], which the model reads (model.edge_dim),"
-                f" got {'none' if given is None else f'[edges, {given}]'}"
-            )
-
     def logits(self, batch: Data) -> Tensor:
         """The model's output for a batch. If the model takes `attnkit.Edges` and the batch is the
         whole graph, its edges are sorted only once. A batch of `Layers` reads all neighbours, layer
@@ -150,10 +131,10 @@ class NodeClassification(ClassificationModule):
                 whole.data.x,
                 whole.neighbors,
                 batch.n_id,
-                edge_attr=self._beside(whole.data).get("edge_attr"),
+                edge_attr=beside(self.model, whole.data).get("edge_attr"),
             )
         edge_index = batch.edge_index
-        given = self._beside(batch)
+        given = beside(self.model, batch)
         if "batch" in batch and "batch" in inspect.signature(self.model.forward).parameters:
             given["batch"] = batch.batch  # so that global attention stays in each graph
         if not getattr(self.model, "takes_edges", False):
@@ -190,7 +171,7 @@ class NodeClassification(ClassificationModule):
         """
         if "batch_size" in batch:
             raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
-        if read := ", ".join(self._beside(batch)):
+        if read := ", ".join(beside(self.model, batch)):
             raise UserError(f"run=explain: a model that reads {read} is not explained")
         return Explained(
             self.model, (batch.x, batch.edge_index), class_names=self.class_names, truth=batch.y
@@ -265,7 +246,7 @@ class NodeClassification(ClassificationModule):
             field = sampled_field(batch, getattr(self.model, "num_hops", None))
             if field is None:
                 return self.logits(batch)[seeds], batch.y[seeds]
-            return self(batch.x, field, **self._beside(batch)), batch.y[seeds]
+            return self(batch.x, field, **beside(self.model, batch)), batch.y[seeds]
         mask = batch[f"{stage}_mask"]
         num_hops: Any = getattr(self.model, "num_hops", None)
         if num_hops is None:
@@ -275,16 +256,52 @@ class NodeClassification(ClassificationModule):
             part = self._parts[stage] = GraphPart.of(batch, mask, num_hops)
         if part.field is None:
             return self.logits(batch)[mask], part.labels
-        given = self._beside(batch)
+        given = beside(self.model, batch)
         if "positions" in given:
             given["positions"] = given["positions"][part.field.nodes]
         return self(part.x, part.field, **given), part.labels
 
-    def _beside(self, batch: Data) -> dict[str, Tensor]:
-        """What the model is given beside features and edges."""
-        carries = any(name in batch for name in CARRIED)
-        names = ("positions", *(read_of_edges(self.model) if carries else ()))
-        return {name: batch[name] for name in names if name in batch}
+
+def check_edges(model: nn.Module, graph: Any) -> None:
+    """Says what edges carry that the model does not read; UserError if it reads other."""
+    carried = [name for name in CARRIED if getattr(graph, name, None) is not None]
+    if unread := [name for name in carried if name not in read_of_edges(model)]:
+        rank_zero_warn(
+            f"data: {' and '.join(unread)} of the edges: not used, since "
+            f"{type(model).__name__} reads none"
+        )
+    read = getattr(model, "edge_dim", None)
+    given = graph.edge_attr.shape[1] if "edge_attr" in carried else None
+    if read not in (None, given):
+        raise UserError(
+            f"data: expected edge_attr [edges, {read}], which the model reads (model.edge_dim),"
+            f" got {'none' if given is None else f'[edges, {given}]'}"
+        )
+
+
+def beside(model: nn.Module, batch: Data) -> dict[str, Tensor]:
+    """What a model is given beside features and edges."""
+    carries = any(name in batch for name in CARRIED)
+    names = ("positions", *(read_of_edges(model) if carries else ()))
+    return {name: batch[name] for name in names if name in batch}
+
+
+def check_channels(module: Any, data: Any) -> None:
+    """UserError if the data's nodes have other features than the module was made for, or the data
+    are of another level."""
+    given = getattr(data, "in_channels", None)
+    if None not in (given, module.in_channels) and given != module.in_channels:
+        raise UserError(
+            f"data: its nodes have {given} features, but the module was made for "
+            f"{module.in_channels}"
+        )
+    level = getattr(data, "level", module.level)
+    if level != module.level:
+        what = {"node": "its nodes are what is learned", "graph": "it holds many graphs"}[level]
+        raise UserError(
+            f"data: {type(data).__name__} is for level={level}, {what}; "
+            f"{type(module).__name__} is for level={module.level}"
+        )
 
 
 def read_of_edges(model: nn.Module) -> list[str]:

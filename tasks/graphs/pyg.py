@@ -58,25 +58,13 @@ class PyGData(GraphDataModule):
         self.class_name = name
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
-        self._class = _dataset(name)
-        self._arguments = dict(options or {})
-        parameters = inspect.signature(self._class).parameters
-        for key, value in self._arguments.items():
-            if key not in parameters or key == "root":
-                raise ValueError(f"options.{key}: {name} takes {', '.join(parameters)}")
-            if not isinstance(value, _PLAIN):
-                raise ValueError(f"options.{key}: expected a plain value, got {value!r}")
-        if "root" in parameters:
-            folder = cache_folder() / "pyg" / name if root is None else Path(root).expanduser()
-            self._arguments["root"] = str(folder.absolute())
-        elif root is not None:
-            raise ValueError(f"root: {name} reads no files")
+        self._set = PyGSet(name, root, options)
 
     def prepare_data(self) -> None:
-        self._read()  # downloads, where that is needed
+        self._set.read()  # downloads, where that is needed
 
     def load(self) -> Data:
-        dataset = self._read()
+        dataset = self._set.read()
         if len(dataset) != 1:
             raise UserError(f"data: expected one graph, {self.class_name} holds {len(dataset)}")
         data = dataset[0]
@@ -98,15 +86,43 @@ class PyGData(GraphDataModule):
             data.update(random_masks(data.y, fractions, self.seed))
         return data
 
-    def _read(self) -> Dataset:
+
+class PyGSet:
+    """A class in `torch_geometric.datasets` and its arguments, checked; see `PyGData`."""
+
+    def __init__(
+        self, name: str, root: str | Path | None, options: Mapping[str, Any] | None
+    ) -> None:
+        self.name = name
+        self._class = _dataset(name)
+        self._arguments = dict(options or {})
+        self.parameters = [*inspect.signature(self._class).parameters]
+        for key, value in self._arguments.items():
+            if key not in self.parameters or key == "root":
+                raise ValueError(f"options.{key}: {name} takes {', '.join(self.parameters)}")
+            if not isinstance(value, _PLAIN):
+                raise ValueError(f"options.{key}: expected a plain value, got {value!r}")
+        if "root" in self.parameters:
+            folder = cache_folder() / "pyg" / name if root is None else Path(root).expanduser()
+            self._arguments["root"] = str(folder.absolute())
+        elif root is not None:
+            raise ValueError(f"root: {name} reads no files")
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether it is a data set for each split, and none was chosen."""
+        return "split" in self.parameters and "split" not in self._arguments
+
+    def read(self, **more: Any) -> Dataset:
+        """The data set; a `UserError` if it cannot be read or its files name code."""
         try:
-            with only_data(self.class_name):
-                return self._class(**self._arguments)
+            with only_data(self.name):
+                return self._class(**self._arguments, **more)
         except UserError:
             raise
         except Exception as error:  # of every kind: each class reads and downloads its own way
             said = first_line(error)
-            raise UserError(f"data: {self.class_name} cannot be read: {said}") from error
+            raise UserError(f"data: {self.name} cannot be read: {said}") from error
 
 
 def _dataset(name: str) -> type[Dataset]:

@@ -6,10 +6,12 @@ from urllib.error import URLError
 
 import pytest
 import torch
+from torch_geometric.data import Data
 from torch_geometric.datasets import KarateClub, Planetoid
 
 from attnkit.lightning import UserError
-from attnkit.tasks.graphs import PlanetoidData, PyGData
+from attnkit.tasks.graphs import PlanetoidData, PyGData, PyGGraphsData
+from attnkit.tasks.graphs.pyg import PyGSet
 
 
 def ready(*arguments, **options):
@@ -93,7 +95,7 @@ def test_a_failed_download_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"PolBlogs cannot be read: .*no route to host") as caught:
         PyGData("PolBlogs").prepare_data()
     assert "\n" not in str(caught.value)
-    assert str(PyGData("PolBlogs")._arguments["root"]).startswith(str(tmp_path / "cache"))
+    assert str(PyGData("PolBlogs")._set._arguments["root"]).startswith(str(tmp_path / "cache"))
 
 
 def test_several_graphs_are_refused():
@@ -125,3 +127,30 @@ def test_wrong_arguments_are_named(arguments, message):
 def test_wrong_fractions_are_named():
     with pytest.raises(ValueError, match="val_fraction, test_fraction"):
         PyGData("KarateClub", val_fraction=0.6, test_fraction=0.5)
+
+
+def test_many_graphs_of_a_class():
+    options = {"num_graphs": 30, "avg_num_nodes": 9, "num_channels": 5, "num_classes": 3}
+    data = PyGGraphsData("FakeDataset", options={**options, "task": "graph"})
+    data.setup()
+    assert len(data.graphs) == 30
+    assert data.describe()["in_channels"] == 5
+    assert data.num_outputs == 3
+    assert sum(len(items) for items in data.sets.values()) == 30
+    with pytest.raises(UserError, match="KarateClub holds one graph, expected many"):
+        PyGGraphsData("KarateClub").setup()
+    with pytest.raises(ValueError, match="datasets has no 'Zinc'"):
+        PyGGraphsData("Zinc")
+
+
+def test_splits_of_a_class_are_kept(monkeypatch):
+    def read(self, split):
+        count = {"train": 5, "val": 2, "test": 3}[split]
+        edges = torch.zeros(2, 1, dtype=torch.int64)
+        return [Data(x=torch.ones(2, 4), edge_index=edges, y=torch.tensor([1.5]))] * count
+
+    monkeypatch.setattr(PyGSet, "read", read)
+    data = PyGGraphsData("ZINC", target="numbers")
+    data.setup()
+    parts = {name: items.numbers.tolist() for name, items in data.sets.items()}
+    assert parts == {"train": [0, 1, 2, 3, 4], "val": [5, 6], "test": [7, 8, 9]}

@@ -1,7 +1,7 @@
 """How much a module computes, in multiply-adds."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -47,9 +47,18 @@ def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any
         stack.enter_context(by_operators())
         stack.enter_context(shared("torch's fast path", _without_fast_path))
         stack.enter_context(dispatch_flags_kept())
-        counter = stack.enter_context(FlopCounterMode(display=False, custom_mapping=_formulas()))
+        counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+        # torch's tracker asks for the gradient of an expanded parameter, which has none here
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        stack.enter_context(counter)
         module(*inputs, **options)
     return counter.get_total_flops() // 2
+
+
+class _NoModules(nullcontext):
+    """What tells torch's counter in which modules it is: in none, of the whole alone."""
+
+    parents = ("Global",)
 
 
 @contextmanager

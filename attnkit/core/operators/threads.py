@@ -35,10 +35,12 @@ def run_tasks(tasks: Sequence[Callable[[], Finish | None]]) -> None:
     lock = Lock()
     finishes: dict[int, Finish | None] = {}
     finished = 0
+    # a thread's own state: tensors made in it may be changed in it only
+    inference = torch.is_inference_mode_enabled()
 
     def work() -> None:
         nonlocal finished
-        with torch.no_grad(), _one_thread_of_torch():
+        with torch.inference_mode(inference), torch.no_grad(), _one_thread_of_torch():
             for index, task in left:
                 finish = task()
                 with lock:

@@ -51,6 +51,7 @@ from attnkit.launch.config.sources import Origins, Source, short
 from attnkit.lightning.errors import UserError
 
 CONF = "pkg://attnkit.conf"
+_FIXED = ("task", "level")  # groups whose choice a saved run keeps
 
 # ${only_for:value,choice,a,b} is the value where the choice is a or b, else null.
 OmegaConf.register_new_resolver(
@@ -213,16 +214,19 @@ class Composer:
         parsed = self.parse(overrides)
         for override in parsed:
             key = override.key_or_group
-            if key == "task" and override.value() != base["task"]:
-                raise UserError(f"task={override.value()}: that run is of task {base['task']}")
+            if key in _FIXED and override.value() != base.get(key):
+                raise UserError(f"{key}={override.value()}: that run is of {key} {base.get(key)}")
             if key == "experiment":
                 raise UserError(f"{override.input_line}: a saved run has its experiment already")
-        chosen = [o for o in parsed if o.key_or_group in self.groups and o.key_or_group != "task"]
+        chosen = [
+            o for o in parsed if o.key_or_group in self.groups and o.key_or_group not in _FIXED
+        ]
         if chosen:
             lines = [str(o.input_line) for o in chosen]
-            fresh = self.compose([f"task={base['task']}", *lines])
+            fixed = [f"{key}={base[key]}" for key in _FIXED if base.get(key) is not None]
+            fresh = self.compose([*fixed, *lines])
             config.update({o.key_or_group: fresh[o.key_or_group] for o in chosen})
-        rest = [o for o in parsed if o not in chosen and o.key_or_group != "task"]
+        rest = [o for o in parsed if o not in chosen and o.key_or_group not in _FIXED]
         with self._translated(overrides):
             self._set(config, rest, may_miss=True)  # as of a run that goes on for the second time
         return config

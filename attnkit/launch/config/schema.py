@@ -20,6 +20,8 @@ class Config:
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
+    level: str | None = None
+    """What of the task's data is learned, where it has several levels."""
     run: str = "train"
     """What to do: one of `MODES` (launch/modes)."""
 

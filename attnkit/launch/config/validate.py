@@ -70,7 +70,7 @@ def _check_switched_off(key: str, name: str, origins: Origins) -> None:
     names, conf = set(schema.BROUGHT[key]), files("attnkit.conf")
     for file in conf.joinpath(key).iterdir():
         names.update(yaml.safe_load(file.read_text()) or ())
-    for file in conf.joinpath("task").iterdir():
+    for file in (*conf.joinpath("task").iterdir(), *conf.joinpath("level").iterdir()):
         names.update(yaml.safe_load(file.read_text()).get(key) or ())
     names.discard("defaults")  # Hydra's
     if name not in names:

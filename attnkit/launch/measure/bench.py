@@ -84,7 +84,8 @@ class _Timed(Callback):
 def units(batch: Any) -> dict[str, int]:
     """The unit in which a batch is counted: images, words, nodes or samples."""
     if hasattr(batch, "edge_index"):
-        return {"nodes": num_samples(batch)}
+        samples, nodes = num_samples(batch), len(batch.x)
+        return {"nodes": nodes} if samples == nodes else {"graphs": samples, "nodes": nodes}
     counts = {}
     image = batch.get("image") if isinstance(batch, Mapping) else None
     if image is None and isinstance(batch, list | tuple) and batch:

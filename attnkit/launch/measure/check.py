@@ -209,8 +209,9 @@ def _figures(run: Run, watch: Stopwatch, num_runs: int) -> dict[str, float]:
     else:
         with suppress(Exception):  # a step of somebody's own, outside of training
             found = count_multiply_adds(step_of(run.trainer, run.module, watch.batch))
-            whole = hasattr(watch.batch, "edge_index")
-            figures["multiply_adds"] = found / (1 if whole else num_samples(watch.batch))
+            samples = num_samples(watch.batch)
+            is_one_graph = samples == getattr(watch.batch, "num_nodes", None)
+            figures["multiply_adds"] = found / (1 if is_one_graph else samples)
     return figures
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from attnkit.core.nearest import nearest
 from attnkit.lightning.errors import UserError
 
-_ALWAYS = frozenset({"run", "task", "experiment", "allow", "vars"})
+_ALWAYS = frozenset({"run", "task", "level", "experiment", "allow", "vars"})
 _MODEL = frozenset({
     "module", "model", "backbone", "attention", "encoder", "decoder", "finetune",
 })  # fmt: skip

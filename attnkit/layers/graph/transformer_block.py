@@ -15,6 +15,8 @@ from attnkit.layers.tokens.block import Activation, make_mlp
 from attnkit.layers.tokens.pooling import AttentionPool
 
 GlobalAttention = Literal["softmax", "linear"]
+Pooled = Literal["node", "graph"]
+"""What logits are of: each node, or each graph, by `GraphPool`."""
 
 
 class GraphTransformerBlock(nn.Module):
@@ -118,8 +120,13 @@ class GraphPool(AttentionPool):
     Nodes [nodes, dim] in, [graphs, dim] out. A graph without nodes gives the bias of the output.
     """
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
-        """`lengths`: how many of the nodes, which are in the order of graphs, are of each."""
+    def forward(  # type: ignore[override]
+        self, x: Tensor, lengths: Tensor | None = None
+    ) -> Tensor:
+        """`lengths`: how many of the nodes, which are in the order of graphs, are of each; None:
+        all are of one graph."""
+        if lengths is None:
+            lengths = torch.tensor([x.shape[0]], device=x.device)
         query = self.query.expand(-1, len(lengths), -1)
         return self.attention(query, x[None], mask=Packed(torch.ones_like(lengths), lengths))[0]
 

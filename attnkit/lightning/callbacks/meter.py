@@ -22,10 +22,13 @@ from attnkit.lightning._private import leaves, log_again
 
 
 def num_samples(batch: Any) -> int:
-    """The length of the first tensor in a batch; of PyG's graphs, the number of nodes."""
+    """The length of the first tensor in a batch; of PyG's graphs, the number of nodes, or of graphs
+    where `y` is of each graph."""
     for leaf in leaves(batch):
         if isinstance(nodes := getattr(leaf, "num_nodes", None), int):
-            return nodes
+            y, ptr = getattr(leaf, "y", None), getattr(leaf, "ptr", None)
+            is_of_graphs = y is not None and ptr is not None and len(y) == len(ptr) - 1
+            return len(y) if is_of_graphs else nodes
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return len(leaf)
     raise ValueError(f"batch: found no tensor with a batch dimension in a {type(batch).__name__}")

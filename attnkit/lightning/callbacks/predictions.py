@@ -62,6 +62,8 @@ class PredictionsFile(BasePredictionWriter):
         # Lightning keeps the numbers of an earlier loader where it cannot tell those of this one.
         if not hasattr(_batch_sampler(_loaders(trainer)[dataloader_idx]), "seen_batch_indices"):
             batch_indices = None
+        if batch_indices and isinstance(batch_indices[0], list):  # of a sampler of lists
+            batch_indices = [number for one in batch_indices for number in one]
         for place, row in enumerate(rows):
             if not batch_indices:
                 key = (dataloader_idx, len(self._rows), 0)

@@ -164,3 +164,9 @@ def test_leaves_the_module_as_it_was():
 def test_compiled_code_is_counted_uncompiled():
     layer = torch.compile(nn.Linear(5, 7), backend="aot_eager")
     assert count_multiply_adds(layer, torch.ones(3, 5)) == 3 * 5 * 7
+
+
+def test_an_expanded_parameter_is_counted():
+    pool, tokens = attnkit.AttentionPool(8, 2).train(), torch.randn(3, 5, 8)
+    inside = attnkit.count_multiply_adds(pool, tokens)
+    assert attnkit.count_multiply_adds(lambda: pool(tokens)) == inside > 0

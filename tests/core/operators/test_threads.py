@@ -79,3 +79,17 @@ def test_a_task_that_fails_is_told():
 
     with pytest.raises(ValueError, match="this one"):
         run_tasks([lambda: None] * 5 + [fail] + [lambda: None] * 5)
+
+
+def test_tasks_fill_tensors_of_inference(three_threads):
+    # a test of Lightning's runs in inference mode, whose tensors no other thread could change
+    both_work = threading.Barrier(2, timeout=30)
+    with torch.inference_mode():
+        made = torch.zeros(2)
+
+        def task(place):
+            both_work.wait()  # so that each has a thread of its own
+            made[place] = 1
+
+        run_tasks([lambda: task(0), lambda: task(1)])
+    assert made.tolist() == [1, 1]

@@ -1,0 +1,227 @@
+"""What tasks that give each sample several labels, or numbers, have in common."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
+from torchmetrics.functional.classification import binary_auroc, binary_average_precision
+
+from attnkit.core.arguments import at_least, choice
+from attnkit.lightning import _private as private
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.modules.classification import mean_of_losses
+from attnkit.lightning.modules.module import TaskModule
+from attnkit.lightning.modules.monitors import (
+    check_directions,
+    check_monitors,
+    validates_as_known,
+)
+
+
+class ValuesModule(TaskModule):
+    """A `TaskModule` that learns several labels, or numbers, of each sample; NaN does not count.
+
+    - "labels": each 0 or 1; binary cross-entropy of logits. Logged of validation and test:
+      `accuracy`, the share of right labels, and `auroc` and `average_precision`, the means over
+      those labels that have both 0 and 1 (NaN if none has).
+    - "numbers": the absolute error, in units of each number's deviation over `train_labels` of the
+      data. What the module returns is in the units of the data. Logged: `mae` and `rmse`, in these.
+
+    `train/loss`, `val/loss` and `test/loss` are means over all known values; everything is exact
+    under any number of processes.
+
+    Args:
+        model: samples to [samples, num_outputs]; see `TaskModule`.
+        optimizer, scheduler, finetune: see `TaskModule`.
+        target: "labels" or "numbers".
+        num_outputs: labels or numbers of a sample.
+        class_names: of these, for tables; "0", "1", … unless given.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        finetune: Callable[[nn.Module], Any] | Mapping[str, Any] | None = None,
+        *,
+        target: Literal["labels", "numbers"],
+        num_outputs: int,
+        class_names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, scheduler, finetune)
+        choice(("labels", "numbers"), target=target)
+        at_least(1, num_outputs=num_outputs)
+        if class_names is not None and len(class_names) != num_outputs:
+            raise ValueError(
+                f"class_names: expected {num_outputs} (num_outputs), got {len(class_names)}"
+            )
+        self.target = target
+        self.num_outputs = num_outputs
+        self.class_names = list(class_names or map(str, range(num_outputs)))
+        if target == "numbers":  # of the training data, so that a checkpoint predicts in its units
+            self.register_buffer("mean", torch.zeros(num_outputs))
+            self.register_buffer("deviation", torch.ones(num_outputs))
+        self.train_loss = mean_of_losses()
+        self.val_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
+        self.test_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
+
+    def metrics(self) -> dict[str, Metric]:
+        """New metrics of outputs and truth [samples, num_outputs], by the name they are logged by.
+
+        Made once for validation and once for the test; `loss` comes by itself.
+        """
+        if self.target == "labels":
+            return {
+                "accuracy": MeanOfKnown(_is_right),
+                "auroc": MeanOverLabels(binary_auroc),
+                "average_precision": MeanOverLabels(binary_average_precision),
+            }
+        return {
+            "mae": MeanError(functional.l1_loss),
+            "rmse": MeanError(functional.mse_loss, root=True),
+        }
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns: logits of labels; numbers in the units of the data."""
+        outputs = super().forward(*args, **kwargs)
+        return outputs if self.target == "labels" else outputs * self.deviation + self.mean
+
+    def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        """The loss of each known value, [values], of outputs and truth [samples, num_outputs]."""
+        known = ~truth.isnan()
+        outputs, truth = outputs.float(), torch.where(known, truth, 0.0)
+        if self.target == "labels":
+            found = functional.binary_cross_entropy_with_logits(outputs, truth, reduction="none")
+        else:
+            found = (outputs - truth).abs() / self.deviation
+        return found[known]
+
+    def log_train_loss(self, losses: Tensor) -> None:
+        """Log `train/loss`, the mean over the epoch of the losses [values] of its batches."""
+        self.train_loss.update(losses.detach())
+        self._log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+
+    def evaluate(self, stage: str, outputs: Tensor, truth: Tensor) -> None:
+        """Count a batch, outputs and truth [samples, num_outputs], in the metrics of "val" or
+        "test"."""
+        outputs = outputs.float()
+        for name, module in (self.val_metrics if stage == "val" else self.test_metrics).items():
+            metric = cast(Metric, module)
+            if name == "loss":
+                metric.update(self.losses(outputs, truth))
+            else:
+                metric.update(outputs, truth)
+            self._log(f"{stage}/{name}", metric, prog_bar=name in ("accuracy", "mae"))
+
+    def _log(self, name: str, metric: Metric, **options: Any) -> None:
+        if not private.log_again(self, name, metric):
+            self.log(name, metric, **options)
+
+    def setup(self, stage: str) -> None:
+        names = getattr(getattr(self.trainer, "datamodule", None), "class_names", None)
+        if names and self.hparams.get("class_names") and list(names) != self.class_names:
+            raise UserError(
+                f"data: expected the {self.target} that the module was made for, "
+                f"{', '.join(self.class_names[:5])}, got {', '.join(names[:5])}"
+            )
+
+    def on_fit_start(self) -> None:
+        """The mean and deviation of numbers in training; UserError if a callback or the schedule
+        follows a metric that is never logged, or takes its worst value for the best."""
+        validation = {f"val/{name}": metric for name, metric in self.val_metrics.items()}
+        (check_monitors if validates_as_known(type(self)) else check_directions)(
+            self.trainer, validation
+        )
+        truth = getattr(getattr(self.trainer, "datamodule", None), "train_labels", None)
+        if self.target == "labels" or truth is None:
+            return
+        truth = truth.to(self.mean)
+        mean = truth.nanmean(dim=0)
+        deviation = (truth - mean).square().nanmean(dim=0).sqrt()
+        self.mean.copy_(mean)
+        self.deviation.copy_(torch.where(deviation > 0, deviation, 1.0))
+
+
+def _is_right(outputs: Tensor, truth: Tensor, reduction: str) -> Tensor:
+    """1 where the more probable label is the true one."""
+    return ((outputs > 0) == truth).float()
+
+
+class MeanOfKnown(Metric):
+    """The mean of a function of outputs and truth over all known values.
+
+    Args:
+        of: such as torch's `l1_loss`: takes outputs, truth [values] and reduction="none".
+        root: take the square root of the mean.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, of: Callable[..., Tensor], *, root: bool = False) -> None:
+        super().__init__()
+        self.of = of
+        self.root = root
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, truth: Tensor) -> None:
+        known = ~truth.isnan()
+        self.total += self.of(outputs[known], truth[known], reduction="none").sum()
+        self.count += known.sum()
+
+    def compute(self) -> Tensor:
+        mean = self.total / self.count
+        return mean.sqrt() if self.root else mean
+
+
+class MeanError(MeanOfKnown):
+    """The mean of a function that is better the lower it is."""
+
+    higher_is_better = False
+
+
+class MeanOverLabels(Metric):
+    """The mean of a score over those labels that have samples of 0 and of 1; NaN if none has.
+
+    Args:
+        score: of logits [samples] and labels [samples], such as torchmetrics' `binary_auroc`.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    outputs: list[Tensor]
+    truth: list[Tensor]
+
+    def __init__(self, score: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.score = score
+        self.add_state("outputs", [], dist_reduce_fx="cat")
+        self.add_state("truth", [], dist_reduce_fx="cat")
+
+    def update(self, outputs: Tensor, truth: Tensor) -> None:
+        self.outputs.append(outputs.detach())
+        self.truth.append(truth)
+
+    def compute(self) -> Tensor:
+        outputs, truth = (
+            torch.cat(part) if isinstance(part, list) else part
+            for part in (self.outputs, self.truth)
+        )
+        scores = []
+        for given, right in zip(outputs.T, truth.T, strict=True):
+            labels = right[~right.isnan()].long()
+            if len(labels.unique()) == 2:
+                scores.append(self.score(given[~right.isnan()], labels, validate_args=False))
+        return torch.stack(scores).mean() if scores else outputs.new_tensor(torch.nan)

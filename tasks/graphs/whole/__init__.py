@@ -1,0 +1,1 @@
+"""Whole graphs: what a model learns of each graph of many."""

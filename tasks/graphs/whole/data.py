@@ -1,0 +1,238 @@
+"""Data modules of many graphs, each with a class or values to learn."""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+
+from attnkit.core.arguments import at_least, choice, held_out
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.resume.sampler import as_it_is, stratified_split
+from attnkit.tasks.graphs.checks import SPLITS
+from attnkit.tasks.graphs.whole.graphs import GraphItems, Graphs, Target
+from attnkit.tasks.graphs.whole.tokens import TokenLists, TokenSampler
+from attnkit.tasks.loaders import SplitData, loader_options, make_loader
+from attnkit.tasks.summary import class_lines, split_line
+
+
+class GraphsDataModule(SplitData):
+    """Many graphs with a class, labels or numbers each; a subclass reads them in `load()`.
+
+    A batch is a `torch_geometric.data.Data` of several graphs without edges between them: `x`,
+    `edge_index`, maybe `edge_attr` and `edge_weight`, and `y`, `batch`, `ptr` and `number` as
+    `Graphs.batch` says. To predict is to predict every graph.
+
+    Args:
+        target: what `y` of a graph is: "classes", an integer; "labels", several of 0 or 1; or
+            "numbers". Of the latter two NaN is unknown and does not count.
+        val_fraction, test_fraction: of the graphs, drawn by `seed`, of each class where there are
+            classes; not used where the data brings splits.
+        batch_size: graphs per step and process.
+        batch_nodes: instead, nodes per step and process: see `TokenSampler`.
+        num_workers: processes that make batches.
+        seed: of the splits and the order.
+
+    Raises:
+        ValueError: an argument out of range, or not exactly one of batch_size and batch_nodes.
+        UserError: in `setup`, if the graphs are not as described.
+
+    Examples:
+        >>> class Molecules(GraphsDataModule):
+        ...     def load(self):
+        ...         return torch.load("molecules.pt", weights_only=False)  # a list of Data
+    """
+
+    num_splits = 1
+    level = "graph"
+
+    def __init__(
+        self,
+        *,
+        target: Target = "classes",
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.2,
+        batch_size: int | None = 64,
+        batch_nodes: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        choice(get_args(Target), target=target)
+        held_out(val_fraction=val_fraction, test_fraction=test_fraction)
+        at_least(1, batch_size=batch_size, batch_nodes=batch_nodes)
+        at_least(0, num_workers=num_workers, seed=seed)
+        if (batch_size is None) == (batch_nodes is None):
+            raise ValueError(
+                "batch_nodes: replaces batch_size: expected one of them and null for the other, "
+                f"got {batch_nodes} and batch_size={batch_size}"
+            )
+        self.target: Target = target
+        self.val_fraction = val_fraction
+        self.test_fraction = test_fraction
+        self.batch_size = batch_size
+        self.batch_nodes = batch_nodes
+        self.num_workers = num_workers
+        self.seed = seed
+        self.predicts = False
+        """Whether the graphs are loaded to predict them: targets and splits may lack."""
+        self.class_names: list[str] = []
+        self.graph_names: list[str] | None = None
+        self.given_splits: dict[str, Tensor] | None = None
+        """Numbers of the graphs of "train", "val" and "test"; None: drawn by the seed."""
+        self._graphs: Graphs | None = None
+        self.sets: dict[str, GraphItems] = {}
+
+    @abstractmethod
+    def load(self) -> Iterable[Data]:
+        """The graphs: each with x [nodes, channels], edge_index [2, edges] and y, of a class or of
+        as many labels or numbers; maybe edge_attr [edges, channels] and edge_weight [edges].
+
+        May set `class_names`, of the classes, labels or numbers, `graph_names`, one of each graph,
+        and `given_splits`. To predict (`self.predicts`), y and splits are not read and may lack.
+        """
+
+    def place_of(self, graph: int) -> str:
+        """Where a graph comes from, for a message."""
+        return f"data: graph {graph}"
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the graphs and split them, once; to predict, targets and splits do not count."""
+        if self._graphs is not None and (stage == "predict" or not self.predicts):
+            return
+        self.predicts = stage == "predict"
+        graphs = Graphs.of(self.load(), self.target, self.place_of)
+        if self.graph_names is not None and len(self.graph_names) != len(graphs):
+            raise UserError(
+                f"data: expected {len(graphs)} graph_names, one for each graph, "
+                f"got {len(self.graph_names)}"
+            )
+        if self.batch_nodes is not None and self.batch_nodes < int(graphs.sizes.max()):
+            raise UserError(
+                f"data.batch_nodes: expected at least {int(graphs.sizes.max())}, the nodes of "
+                f"{self.place_of(int(graphs.sizes.argmax())).removeprefix('data: ')}, "
+                f"got {self.batch_nodes}"
+            )
+        self._graphs = graphs
+        if self.predicts:
+            self.class_names = []  # those of the module count
+            return
+        self.sets = {
+            name: GraphItems(graphs, part, self.batch_nodes)
+            for name, part in self._splits(graphs).items()
+        }
+        if not self.class_names:
+            self.class_names = [str(number) for number in range(self.num_outputs)]
+
+    def _splits(self, graphs: Graphs) -> dict[str, Tensor]:
+        """The numbers of the graphs of each split, whose targets are as they must be."""
+        known = graphs.y >= 0 if self.target == "classes" else ~graphs.y.isnan().all(dim=1)
+        if self.given_splits is None:
+            numbers = known.nonzero().flatten()
+            strata = graphs.y[numbers] if self.target == "classes" else torch.zeros_like(numbers)
+            fractions = [self.val_fraction, self.test_fraction]
+            parts = [numbers[part] for part in stratified_split(strata, fractions, self.seed)]
+            splits = dict(zip(SPLITS, parts, strict=True))
+        else:
+            splits = self.given_splits
+        for name, part in splits.items():
+            if not len(part):
+                raise UserError(f"data: no graphs for {name}")
+            if len(unknown := part[~known[part]]):
+                what = {"classes": "class", "labels": "label", "numbers": "number"}[self.target]
+                raise UserError(f"{self.place_of(int(unknown[0]))}: it is of {name}, has no {what}")
+        y = graphs.y[splits["train"]]
+        if self.target == "classes":
+            later = torch.cat([graphs.y[splits[name]] for name in ("val", "test")]).unique()
+            if unseen := later[~torch.isin(later, y)].tolist():
+                some = ", ".join(map(str, unseen[:5])) + ", …" * (len(unseen) > 5)
+                rank_zero_warn(f"data: no training graph has class {some}")
+        elif (empty := y.isnan().all(dim=0)).any():
+            number = int(empty.nonzero()[0])
+            name = self.class_names[number] if self.class_names else number
+            raise UserError(f"data: no graph of train has a value of {self.target[:-1]} {name}")
+        return splits
+
+    @property
+    def graphs(self) -> Graphs:
+        """All graphs, after `setup`."""
+        if self._graphs is None:
+            raise RuntimeError("call setup() before graphs")
+        return self._graphs
+
+    @property
+    def num_outputs(self) -> int:
+        """Classes, labels or numbers of a graph."""
+        if self.target == "classes":
+            return max(int(self.graphs.y.max()) + 1, len(self.class_names))
+        return self.graphs.y.shape[1]
+
+    @property
+    def in_channels(self) -> int:
+        """Features of a node."""
+        return self.graphs.x.shape[1]
+
+    @property
+    def train_labels(self) -> Tensor:
+        """The targets of the graphs to train on."""
+        return self.graphs.y[self.sets["train"].numbers]
+
+    def describe(self) -> dict[str, Any]:
+        """What a model and a module need to know; plain values, after `setup`."""
+        edge_attr = self.graphs.edge_attr
+        return {
+            "in_channels": self.in_channels,
+            "out_channels": self.num_outputs,  # what PyG's models call it
+            "num_classes": self.num_outputs,
+            "num_outputs": self.num_outputs,
+            "class_names": self.class_names,
+            "target": self.target,
+            **({} if edge_attr is None else {"edge_dim": edge_attr.shape[1]}),
+        }
+
+    def summary(self) -> list[str]:
+        """What was found, in a few lines; after `setup`."""
+        graphs, sizes = self.graphs, self.graphs.sizes
+        counts = {name: len(items) for name, items in self.sets.items()}
+        what = {"classes": f" in {self.num_outputs} classes"}.get(
+            self.target, f" with {self.num_outputs} {self.target} each"
+        )
+        lines = [
+            split_line("graphs", counts, what),
+            f"  {int(sizes.min()):,} to {int(sizes.max()):,} nodes with {self.in_channels:,} "
+            f"features, {len(graphs.x):,} nodes and {graphs.edge_index.shape[1]:,} edges in all",
+        ]
+        if self.target == "classes":
+            labels = {name: graphs.y[items.numbers] for name, items in self.sets.items()}
+            lines += class_lines(labels, self.class_names)
+        return lines
+
+    def __str__(self) -> str:
+        if self._graphs is None:
+            return f"{type(self).__name__} (not set up)"
+        counts = " / ".join(f"{len(items):,}" for items in self.sets.values())
+        return (
+            f"{type(self).__name__}: {len(self.graphs):,} graphs, {len(self.graphs.x):,} nodes, "
+            f"{self.in_channels:,} features, {self.num_outputs} {self.target}; "
+            f"{counts} graphs to train, validate, test"
+        )
+
+    def predict_dataloader(self) -> EVAL_DATALOADERS:
+        return self.loader("predict")
+
+    def loader(self, split: str) -> DataLoader:
+        if split == "predict":
+            items = GraphItems(self.graphs, torch.arange(len(self.graphs)), self.batch_nodes)
+        else:
+            items = self.sets[split]
+        if self.batch_nodes is None:
+            return make_loader(self, items, split, "graphs")
+        options = loader_options(self, items, split, "graphs", shuffled=TokenSampler, batch_size=1)
+        if split != "train":
+            options["sampler"] = TokenLists(options["sampler"])
+        return DataLoader(items, collate_fn=as_it_is, **options)

@@ -1,0 +1,208 @@
+"""Many graphs in one storage, from which a batch is cut by ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_geometric.data import Data
+
+from attnkit.core.operators.sparse import offsets, ranges
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.graphs.checks import CARRIED, check_finite
+
+Target = Literal["classes", "labels", "numbers"]
+
+
+@dataclass(eq=False)
+class Graphs:
+    """Graphs one behind the other: the nodes of graph i are x[node_starts[i]:node_starts[i + 1]].
+
+    x: [nodes, channels], of all graphs.
+    edge_index: int64 [2, edges], source in row 0, as numbers of the nodes of all graphs; the edges
+        of a graph are together, in the order of the graphs.
+    node_starts, edge_starts: int64 [graphs + 1].
+    y: int64 [graphs], a class of each, or float32 [graphs, outputs]; −1 and NaN: unknown.
+    edge_attr: float32 [edges, channels], or None.
+    edge_weight: float32 [edges], or None.
+    """
+
+    x: Tensor
+    edge_index: Tensor
+    node_starts: Tensor
+    edge_starts: Tensor
+    y: Tensor
+    edge_attr: Tensor | None = None
+    edge_weight: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, graphs: Iterable[Data], target: Target, place_of: Callable[[int], str] | None = None
+    ) -> Graphs:
+        """The storage of graphs with x, edge_index and y, and maybe edge_attr and edge_weight.
+
+        Args:
+            graphs: `torch_geometric.data.Data` each; without y what it is to learn is unknown.
+            target: what y is: a class, or a row of labels or of numbers.
+            place_of: where a graph comes from, for a message.
+
+        Raises:
+            UserError: names the first graph that is not as described.
+        """
+        place_of = place_of or "data: graph {}".format
+        found = list(graphs)
+        if not found:
+            raise UserError("data: there are no graphs")
+        carried = [name for name in CARRIED if found[0].get(name) is not None]
+        for number, graph in enumerate(found):
+            if wrong := _fault(graph, found[0], carried):
+                raise UserError(f"{place_of(number)}: {wrong}")
+        node_starts = offsets(torch.tensor([graph.x.shape[0] for graph in found]))
+        edges = [graph.edge_index for graph in found]
+        edge_starts = offsets(torch.tensor([one.shape[1] for one in edges]))
+        moved = [one + start for one, start in zip(edges, node_starts.tolist(), strict=False)]
+        x = torch.cat([graph.x for graph in found]).float()
+        owners = torch.repeat_interleave(node_starts.diff())
+        check_finite(
+            x,
+            lambda node: (
+                f"{place_of(int(owners[node]))}: "
+                f"x of its node {node - int(node_starts[owners[node]])}"
+            ),
+        )
+        extra = {name: torch.cat([graph[name] for graph in found]).float() for name in carried}
+        if "edge_attr" in extra and extra["edge_attr"].ndim == 1:
+            extra["edge_attr"] = extra["edge_attr"][:, None]
+        y = joined_targets([graph.get("y") for graph in found], target, place_of)
+        return cls(x, torch.cat(moved, dim=1).long(), node_starts, edge_starts, y, **extra)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @property
+    def sizes(self) -> Tensor:
+        """How many nodes each graph has, int64 [graphs]."""
+        return self.node_starts.diff()
+
+    def batch(self, numbers: Tensor) -> Data:
+        """The graphs with these numbers as one graph without edges between them.
+
+        Returns:
+            x, edge_index, edge_attr and edge_weight, `y` of the graphs, `batch` [nodes], the graph
+            of each node, `ptr` [graphs + 1], where each begins, and `number` [graphs].
+        """
+        node_counts = self.node_starts.diff()[numbers]
+        edge_counts = self.edge_starts.diff()[numbers]
+        nodes = ranges(self.node_starts[numbers], node_counts)
+        edges = ranges(self.edge_starts[numbers], edge_counts)
+        ptr = offsets(node_counts)
+        shift = (ptr[:-1] - self.node_starts[numbers]).repeat_interleave(edge_counts)
+        data = Data(
+            x=self.x[nodes],
+            edge_index=self.edge_index[:, edges] + shift,
+            y=self.y[numbers],
+            batch=torch.repeat_interleave(node_counts),
+            ptr=ptr,
+            number=numbers,
+        )
+        for name in CARRIED:
+            if (values := getattr(self, name)) is not None:
+                data[name] = values[edges]
+        return data
+
+
+class GraphItems(Dataset):
+    """Some of the graphs, fetched by the batch.
+
+    Args:
+        graphs: all of them.
+        numbers: int64 [graphs], which are meant.
+        batch_nodes: nodes of a batch, for `TokenSampler`; None: a batch is so many graphs.
+    """
+
+    def __init__(self, graphs: Graphs, numbers: Tensor, batch_nodes: int | None = None) -> None:
+        self.graphs = graphs
+        self.numbers = numbers
+        self.batch_nodes = batch_nodes
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def sizes(self) -> Tensor:
+        """How many nodes each graph has, int64 [graphs]."""
+        return self.graphs.sizes[self.numbers]
+
+    def __getitem__(self, number: int) -> Data:
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Sequence[int] | Sequence[list[int]]) -> Data:
+        """One batch of these, or of a list of them that a `TokenSampler` gives."""
+        flat = torch.tensor(numbers, dtype=torch.int64).flatten()
+        return self.graphs.batch(self.numbers[flat])
+
+
+def joined_targets(
+    found: Sequence[Tensor | None], target: Target, place_of: Callable[[int], str]
+) -> Tensor:
+    """The targets of all graphs as one tensor, see `Graphs.y`; a `UserError` names a wrong one."""
+    known = next((y for y in found if y is not None), None)
+    if target == "classes":
+        for number, y in enumerate(found):
+            if y is not None and (y.numel() != 1 or y.is_floating_point()):
+                raise UserError(
+                    f"{place_of(number)}: expected y to be one class, an integer, got {y.dtype} "
+                    f"{list(y.shape)}; data.target says what it is: classes, labels, numbers"
+                )
+        return torch.tensor([-1 if y is None else int(y) for y in found])
+    width = 0 if known is None else known.numel()
+    rows = torch.full((len(found), width), torch.nan)
+    for number, y in enumerate(found):
+        if y is None:
+            continue
+        if y.numel() != width:
+            raise UserError(
+                f"{place_of(number)}: expected {width} {target}, as before, got {y.numel()}"
+            )
+        rows[number] = y.flatten().float()
+        wrong = rows[number].isinf()
+        if target == "labels":
+            wrong = ~(rows[number].isnan() | (rows[number] == 0) | (rows[number] == 1))
+        if wrong.any():
+            expected = "0, 1 or NaN" if target == "labels" else "finite numbers or NaN"
+            value = float(rows[number][wrong][0])
+            raise UserError(f"{place_of(number)}: expected {target} of {expected}, got {value}")
+    return rows
+
+
+def _fault(graph: Data, first: Data, carried: Sequence[str]) -> str:
+    """What is wrong with a graph; empty if nothing is."""
+    x, edge_index = graph.get("x"), graph.get("edge_index")
+    if not isinstance(x, Tensor) or x.ndim != 2:
+        got = "none" if x is None else list(getattr(x, "shape", [type(x).__name__]))
+        return f"expected x [nodes, channels], got {got}"
+    if not len(x):
+        return "it has no nodes"
+    if x.shape[1] != first.x.shape[1]:
+        return f"expected {first.x.shape[1]} features of a node, as before, got {x.shape[1]}"
+    if not isinstance(edge_index, Tensor) or edge_index.ndim != 2 or len(edge_index) != 2:
+        got = "none" if edge_index is None else list(getattr(edge_index, "shape", []))
+        return f"expected edge_index [2, edges], got {got}"
+    outside = (edge_index < 0) | (edge_index >= len(x))
+    if outside.any():
+        edge = int(outside.any(dim=0).nonzero()[0])
+        ends = edge_index[:, edge].tolist()
+        return f"edge {edge} joins {ends[0]} and {ends[1]}, expected nodes 0 to {len(x) - 1}"
+    for name in CARRIED:
+        values = graph.get(name)
+        if (values is not None) != (name in carried):
+            return f"expected {name} in every graph or in none"
+        if values is not None and len(values) != edge_index.shape[1]:
+            return f"expected {name} of {edge_index.shape[1]} edges, got {list(values.shape)}"
+        if values is not None and values.shape[1:] != first[name].shape[1:]:
+            return f"expected {name} as before, [edges, {first[name].shape[1:]}]"
+    return ""

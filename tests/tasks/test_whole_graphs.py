@@ -1,0 +1,383 @@
+"""level=graph: many graphs in one data module, their batches, what is learned, and bad input."""
+
+import csv
+import json
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from lightning import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch_geometric.data import Batch, Data
+
+import attnkit
+from attnkit.launch.main import main
+from attnkit.lightning import ExactResume, UserError
+from attnkit.lightning.callbacks.meter import num_samples
+from attnkit.tasks.graphs import (
+    DigitGridsData,
+    DigitsGraphData,
+    GraphClassification,
+    GraphsDataModule,
+    GraphValues,
+    NodeClassification,
+)
+from attnkit.tasks.graphs.whole.graphs import Graphs
+from attnkit.tasks.graphs.whole.tokens import TokenLists, TokenSampler, cut
+
+SIZES = (3, 1, 7, 2, 5, 11, 4, 6, 2, 9, 3, 8)
+EXACT = {"atol": 1e-12, "rtol": 1e-12}
+
+
+def some_graphs(target="classes", edge_dim=None, sizes=SIZES):
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for number, size in enumerate(sizes):
+        edges = torch.randint(size, (2, 2 * size), generator=generator)
+        y = torch.tensor([number % 3])
+        if target == "labels":
+            y = torch.tensor([[number % 2, number % 3 == 0, torch.nan if number == 4 else 1]])
+        elif target == "numbers":
+            y = torch.tensor([[size * 10.0, torch.nan if number == 4 else -size]])
+        x = torch.randn(size, 5, generator=generator)
+        found.append(Data(x=x, edge_index=edges, y=y))
+        if edge_dim:
+            found[-1].edge_attr = torch.randn(2 * size, edge_dim, generator=generator)
+    return found
+
+
+class Made(GraphsDataModule):
+    def __init__(self, graphs, splits=None, **options):
+        super().__init__(**{"batch_size": 3, **options})
+        self.made, self.splits = graphs, splits
+
+    def load(self):
+        self.given_splits = self.splits
+        return self.made
+
+
+def ready(graphs=None, **options):
+    target = options.get("target", "classes")
+    data = Made(graphs or some_graphs(target), **options)
+    data.setup()
+    return data
+
+
+def model(num_classes=3, **options):
+    return attnkit.GraphTransformer(
+        5, 12, num_classes, num_layers=2, heads=3, readout="graph", **options
+    )
+
+
+def trainer(tmp_path, **options):
+    given = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(accelerator="cpu", default_root_dir=tmp_path, **given, **options)
+
+
+# --- storage and batches --------------------------------------------------------------------------
+
+
+def test_a_batch_is_pygs_batch_of_its_graphs():
+    made = some_graphs(edge_dim=2)
+    ours = Graphs.of(made, "classes").batch(torch.tensor([5, 0, 2]))
+    theirs = Batch.from_data_list([made[number] for number in (5, 0, 2)])
+    for name in ("x", "edge_index", "edge_attr", "y", "batch", "ptr"):
+        assert torch.equal(ours[name], theirs[name]), name
+    assert ours.number.tolist() == [5, 0, 2]
+    assert num_samples(ours) == num_samples(theirs) == 3
+
+
+MODELS = {
+    "GraphTransformer": lambda: model(edge_dim=2),
+    "Exphormer": lambda: model(global_attention=None, expander_degree=4, num_virtual_nodes=1),
+    "SGFormer": lambda: attnkit.SGFormer(5, 12, 3, readout="graph"),
+    "Polynormer": lambda: attnkit.Polynormer(
+        5, 12, 3, num_local_layers=2, heads=3, readout="graph", local_steps=0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_alone_equals_itself_in_a_batch(name):
+    seed_everything(1)
+    module = GraphClassification(MODELS[name](), num_classes=3).double().eval()
+    graphs = Graphs.of(some_graphs(edge_dim=2), "classes")
+    graphs.x, graphs.edge_attr = graphs.x.double(), graphs.edge_attr.double()
+    together = module.outputs(graphs.batch(torch.arange(len(SIZES))))
+    for number, row in enumerate(together):
+        alone = module.outputs(graphs.batch(torch.tensor([number])))
+        torch.testing.assert_close(alone[0], row, **EXACT)
+    assert together.std(dim=0).min() > 1e-4  # graphs differ
+
+
+def test_every_model_pools_what_its_head_reads():
+    for make in (attnkit.SGFormer, attnkit.Polynormer):
+        seed_everything(2)
+        network = make(5, 12, 3, readout="graph").eval()
+        seen = {}
+        network.pool.register_forward_hook(lambda _, given, out, seen=seen: seen.update(out=out))
+        batch = Graphs.of(some_graphs(), "classes").batch(torch.arange(4))
+        found = network(batch.x, batch.edge_index, batch=batch.batch)
+        torch.testing.assert_close(found, network.head(seen["out"]))
+        assert found.shape == (4, 3)
+        with pytest.raises(ValueError, match="readout"):
+            make(5, 12, 3, readout="edge")
+
+
+# --- batches by tokens ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_batches_by_tokens_hold_every_graph_once_and_are_as_many_in_every_epoch(world):
+    items = ready(batch_size=None, batch_nodes=13).sets["train"]
+    numbers = set()
+    for epoch in range(5):
+        samplers = [TokenSampler(items, world, rank, seed=7) for rank in range(world)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        parts = [list(sampler) for sampler in samplers]
+        assert {len(part) for part in parts} == {len(sampler) for sampler in samplers}
+        numbers.add(len(parts[0]))
+        lists = [one for part in parts for one in part]
+        assert sorted(n for one in lists for n in one) == list(range(len(items)))
+        most = max(int(items.sizes[one].sum()) for one in lists)
+        assert most <= 13 + int(items.sizes.max())
+    assert len(numbers) == 1
+
+
+def test_cutting_gives_every_part_a_graph_and_about_the_same_nodes():
+    assert cut(torch.tensor([4] * 6), 3) == [2, 2, 2]
+    assert cut(torch.tensor([100, 1, 1, 1]), 3) == [1, 1, 2]
+    assert cut(torch.tensor([1, 1, 1, 100]), 3) == [2, 1, 1]
+
+
+def test_evaluation_by_tokens_is_in_order_and_within_the_limit():
+    data = ready(batch_size=None, batch_nodes=13)
+    loader = data.loader("predict")
+    batches = list(loader)
+    assert torch.cat([batch.number for batch in batches]).tolist() == list(range(len(SIZES)))
+    assert max(len(batch.x) for batch in batches) <= 13
+    assert isinstance(loader.sampler, TokenLists)
+    assert len(loader) == len(batches)
+
+
+@pytest.mark.parametrize("by", [{"batch_size": 4}, {"batch_size": None, "batch_nodes": 25}])
+def test_a_stopped_training_goes_on_exactly(tmp_path, by):
+    def fit(ckpt=None):
+        seed_everything(5)
+        constant = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+        network = model(dropout_p=0.3)
+        module = GraphClassification(network, scheduler=constant, num_classes=3)
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+        run = trainer(tmp_path, max_epochs=2, callbacks=[ExactResume(), saving])
+        run.fit(module, datamodule=Made(some_graphs() * 2, **by), ckpt_path=ckpt, weights_only=True)
+        assert 6 <= run.global_step <= 10
+        return module
+
+    whole = fit()
+    weights = {name: value.clone() for name, value in whole.state_dict().items()}
+    for step in (2, 5):  # in the middle of epochs
+        resumed = fit(tmp_path / f"step={step}.ckpt").state_dict()
+        for name, value in weights.items():
+            assert torch.equal(value, resumed[name]), (step, name)
+
+
+# --- what is learned ------------------------------------------------------------------------------
+
+
+def test_unknown_values_count_in_nothing():
+    module = GraphValues(model(3), target="labels", num_outputs=3)
+    outputs = torch.tensor([[2.0, -1.0, 5.0], [1.0, 3.0, -2.0]])
+    truth = torch.tensor([[1.0, 0.0, torch.nan], [0.0, torch.nan, 1.0]])
+    losses = module.losses(outputs, truth)
+    known = nn.functional.binary_cross_entropy_with_logits(
+        torch.tensor([2.0, -1.0, 1.0, -2.0]), torch.tensor([1.0, 0.0, 0.0, 1.0]), reduction="none"
+    )
+    torch.testing.assert_close(losses, known)
+    metrics = module.metrics()
+    for metric in metrics.values():
+        metric.update(outputs, truth)
+    assert metrics["accuracy"].compute() == 0.5
+    assert metrics["auroc"].compute() == 1  # only the first label has 0 and 1: 2 > 1
+    metrics["auroc"].reset()
+    metrics["auroc"].update(outputs[:1], truth[:1])
+    assert metrics["auroc"].compute().isnan()
+
+
+def test_numbers_are_predicted_in_the_units_of_the_data(tmp_path):
+    data = ready(target="numbers")
+    module = GraphValues(model(2), target="numbers", num_outputs=2)
+    trainer(tmp_path, max_epochs=1, enable_checkpointing=False).fit(module, datamodule=data)
+    values = data.train_labels
+    for column in range(2):
+        known = values[:, column][~values[:, column].isnan()]
+        torch.testing.assert_close(module.mean[column], known.mean())
+        torch.testing.assert_close(module.deviation[column], known.std(unbiased=False))
+    truth = torch.tensor([[30.0, torch.nan]])
+    expected = (module.mean[0] + module.deviation[0] - 30).abs() / module.deviation[0]
+    found = module.losses(module.mean[None] + module.deviation[None], truth)
+    torch.testing.assert_close(found, expected[None])
+    metrics = module.metrics()
+    for metric in metrics.values():
+        metric.update(torch.tensor([[33.0, 1.0], [26.0, 1.0]]), truth.expand(2, -1))
+    assert metrics["mae"].compute() == 3.5
+    torch.testing.assert_close(metrics["rmse"].compute(), torch.tensor(12.5).sqrt())
+
+
+def test_accuracy_of_a_test_is_that_of_its_graphs(tmp_path):
+    data = ready(batch_size=2)
+    module = GraphClassification(model(), num_classes=3).eval()
+    found = trainer(tmp_path).test(module, datamodule=data, verbose=False)[0]
+    numbers = data.sets["test"].numbers
+    batch = data.graphs.batch(numbers)
+    right = (module.outputs(batch).argmax(dim=1) == batch.y).float().mean()
+    assert found["test/accuracy"] == pytest.approx(float(right))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def run(*words):
+    assert main([*words, "trainer=cpu", "+trainer.enable_model_summary=false"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "data", "columns"),
+    [
+        ("graph", "data.batch_size=200", ["graph", "label", "probability", "p(0)"]),
+        ("graph_values", "data.target=labels", ["graph", "p(odd)", "p(large)", "p(loop)"]),
+        ("graph_values", "data.batch_size=null data.batch_nodes=9000", ["graph", "height"]),
+    ],
+)
+def test_trains_tests_and_predicts(tmp_path, monkeypatch, level, data, columns):
+    monkeypatch.chdir(tmp_path)
+    few = "trainer.limit_batches=2 model.hidden_channels=8"
+    run("task=graph", f"level={level}", *data.split(), *few.split(), "trainer.max_epochs=1",
+        "run_dir=made")  # fmt: skip
+    results = json.loads((tmp_path / "made/results.json").read_text())
+    assert results["test/accuracy" if columns[1] != "height" else "test/mae"] >= 0
+    assert main(["run=predict", "ckpt=made", "run_dir=said"]) == 0
+    rows = list(csv.reader((tmp_path / "said/predictions.csv").open()))
+    assert rows[0][: len(columns)] == columns
+    assert [row[0] for row in rows[1:]] == [str(number) for number in range(1797)]
+
+
+@pytest.mark.slow
+def test_two_ranks_end_as_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ["task=graph", "level=graph", "model.hidden_channels=8", "model.dropout_p=0",
+             "trainer.max_epochs=1", "trainer.limit_train_batches=4"]  # fmt: skip
+    assert main([*small, "trainer=cpu", "data.batch_size=8", "run_dir=one"]) == 0
+    command = [sys.executable, "-m", "attnkit", *small, "trainer=cpu_ddp", "data.batch_size=4"]
+    subprocess.run([*command, "run_dir=two"], check=True, timeout=600)
+    one, two = (
+        json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")
+    )
+    for name in ("test/loss", "test/accuracy", "train/loss"):
+        assert one[name] == pytest.approx(two[name], rel=1e-4), name
+
+
+def test_the_digits_are_their_inked_pixels():
+    data = DigitGridsData()
+    first = next(iter(data.load()))
+    ink = first.x[:, 0]
+    rows, columns = first.x[:, 1:9].argmax(dim=1), first.x[:, 9:].argmax(dim=1)
+    assert (ink > 0).all()
+    assert first.y.tolist() == [0]
+    source, target = first.edge_index
+    steps = torch.stack([rows[source] - rows[target], columns[source] - columns[target]])
+    assert steps.abs().amax(dim=0).eq(1).all()
+    near = (rows[:, None] - rows).abs().maximum((columns[:, None] - columns).abs()) == 1
+    assert int(near.sum()) == first.num_edges  # every neighbour with ink, in both directions
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def changed(number, **values):
+    graphs = some_graphs(values.pop("target", "classes"))
+    for name, value in values.items():
+        graphs[number][name] = value
+    return graphs
+
+
+NONE = torch.empty(0, 5)
+BAD = {
+    "graph 2: it has no nodes": changed(2, x=NONE),
+    r"graph 3: expected 5 features of a node, as before, got 4": changed(3, x=torch.zeros(2, 4)),
+    r"graph 1: edge 1 joins 0 and 1, expected nodes 0 to 0": changed(
+        1, edge_index=torch.tensor([[0, 0], [0, 1]])
+    ),
+    r"graph 4: expected edge_index \[2, edges\], got \[4\]": changed(
+        4, edge_index=torch.arange(4)
+    ),
+    r"graph 5: x of its node 3, feature 1, is nan": changed(
+        5, x=torch.zeros(11, 5) + torch.where(torch.arange(55) == 16, torch.nan, 0.0).view(11, 5)
+    ),
+    r"graph 6: expected y to be one class, an integer, got torch.float32 \[1, 2\]; data.target": (
+        changed(6, y=torch.zeros(1, 2))
+    ),
+    "expected edge_attr in every graph or in none": changed(0, edge_attr=torch.zeros(6, 2)),
+    "no graphs": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_graphs_are_named(message):
+    with pytest.raises(UserError, match=message):
+        Made(BAD[message]).setup()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "labels", "number": 7, "y": torch.tensor([[1.0, 2.0, 0.0]])},
+         "graph 7: expected labels of 0, 1 or NaN, got 2.0"),
+        ({"target": "numbers", "number": 7, "y": torch.tensor([[1.0, torch.inf]])},
+         "graph 7: expected numbers of finite numbers or NaN, got inf"),
+        ({"target": "numbers", "number": 7, "y": torch.tensor([[1.0]])},
+         "graph 7: expected 2 numbers, as before, got 1"),
+    ],
+)  # fmt: skip
+def test_bad_targets_are_named(options, message):
+    target = options.pop("target")
+    graphs = changed(options.pop("number"), target=target, **options)
+    with pytest.raises(UserError, match=message):
+        Made(graphs, target=target).setup()
+
+
+def test_bad_splits_and_sizes_are_named():
+    parts = {name: torch.tensor([place]) for place, name in enumerate(("train", "val", "test"))}
+    with pytest.raises(UserError, match="graph 2: it is of test, has no class"):
+        Made(changed(2, y=torch.tensor([-1])), splits=parts).setup()
+    graphs = changed(0, target="numbers", y=torch.tensor([[1.0, torch.nan]]))
+    with pytest.raises(UserError, match="no graph of train has a value of number 1"):
+        Made(graphs, splits=parts, target="numbers").setup()
+    with pytest.raises(UserError, match=r"batch_nodes: expected at least 11, .* graph 5, got 10"):
+        ready(batch_size=None, batch_nodes=10)
+    with pytest.raises(ValueError, match="batch_nodes: replaces batch_size"):
+        Made([], batch_size=3, batch_nodes=5)
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "message"),
+    [
+        (lambda: GraphClassification(model(), num_classes=3), lambda: ready(target="numbers"),
+         "data.target=numbers: GraphClassification learns classes; level=graph_values learns"),
+        (lambda: GraphClassification(model(), num_classes=3), DigitsGraphData,
+         "DigitsGraphData is for level=node"),
+        (lambda: NodeClassification(model(), num_classes=3), ready, "Made is for level=graph"),
+        (lambda: GraphClassification(attnkit.GAT(5, 8, 3), num_classes=3), ready,
+         "GAT takes no batch"),
+        (lambda: GraphClassification(attnkit.SGFormer(5, 8, 3), num_classes=3), ready,
+         r"expected a row for each graph, \[3, 3\], got .*model.readout=graph"),
+        (lambda: GraphClassification(model(), num_classes=3, in_channels=4), ready,
+         "its nodes have 5 features, but the module was made for 4"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together_is_named(tmp_path, module, data, message):
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path, max_epochs=1).fit(module(), datamodule=data())
