@@ -101,8 +101,8 @@ class HANAttention(nn.Module):
 
         Args:
             x_dict: nodes [nodes, channels] by type.
-            edge_index_dict: by edge type, each as in `GraphAttention`, sorted at every call; or
-                `TypedEdges`, sorted once.
+            edge_index_dict: by edge type, each as in `GraphAttention`, and their order is
+                remembered likewise; or `TypedEdges`.
             return_semantic_attention_weights: give those too, as PyG's layer does.
 
         Returns:

@@ -103,8 +103,8 @@ class HGTAttention(nn.Module):
 
         Args:
             x_dict: nodes [nodes, channels] by type.
-            edge_index_dict: by edge type, each as in `GraphAttention`, sorted at every call; or
-                `TypedEdges`, sorted once.
+            edge_index_dict: by edge type, each as in `GraphAttention`, and their order is
+                remembered likewise; or `TypedEdges`.
 
         Returns:
             [nodes, out_channels] of each node type that some edge type of the metadata leads to.

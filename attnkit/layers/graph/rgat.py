@@ -159,8 +159,8 @@ class RGATAttention(nn.Module):
 
         Args:
             x: of `HeteroData`, that of `data.to_homogeneous()`, which has `edge_type`, too.
-            edge_index: sources and targets, sorted at every call; or
-                `TypedEdges(edge_index, num_nodes, edge_type, num_relations)`, sorted once.
+            edge_index: sources and targets, whose order is remembered; or
+                `TypedEdges(edge_index, num_nodes, edge_type, num_relations)`.
             edge_type: the relation of each edge; None with `TypedEdges`.
             edge_attr: features of the edges; one channel may lack its dimension.
             return_attention_weights: give (edges, weights) too, as PyG's layer does.
@@ -242,7 +242,7 @@ class RGATAttention(nn.Module):
                 )
             edges = edge_index
         else:
-            edges = TypedEdges(edge_index, len(x), edge_type, self.num_relations)
+            edges = TypedEdges.remembered(edge_index, len(x), edge_type, self.num_relations)
         weight = self._relation_weight()
         sources, targets = edges.sources, edges.targets
         value = grouped(x.index_select(0, sources.node), sources.counts, weight)
