@@ -1,12 +1,11 @@
 """The edges of a heterogeneous graph as one set, with a type each."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnkit.core.arguments import choice
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import cached
 from attnkit.core.masks.remembered import remembered_of
@@ -26,11 +25,6 @@ no tuples, lists will do."""
 
 AttentionMechanism = Literal["across-relation", "within-relation"]
 """Whether the weights of all edges into a node sum to 1, or those of each type."""
-
-
-def check_mechanism(name: str) -> None:
-    """ValueError unless it is an `AttentionMechanism`."""
-    choice(get_args(AttentionMechanism), attention_mechanism=name)
 
 
 def as_metadata(metadata: Metadata) -> Metadata:
