@@ -194,7 +194,7 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
 
 class cached(Generic[Made]):
     """`functools.cached_property` that torch.compile can trace: there it is computed each time,
-    unless it was kept before."""
+    unless it was kept before. What is kept serves training too, in inference mode as well."""
 
     def __init__(self, function: Callable[[Any], Made]) -> None:
         self.func, self.__doc__ = function, function.__doc__
@@ -212,7 +212,8 @@ class cached(Generic[Made]):
         """Called unless the instance has an attribute of this name: the value that was kept."""
         if instance is None:
             return self
-        value = self.func(instance)
-        if not torch.compiler.is_compiling():
-            vars(instance)[self.name] = value
+        if torch.compiler.is_compiling():
+            return self.func(instance)
+        with torch.inference_mode(False):
+            value = vars(instance)[self.name] = self.func(instance)
         return value

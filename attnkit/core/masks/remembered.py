@@ -37,21 +37,59 @@ def remembered_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> 
         TypeError, ValueError, IndexError: as `Edges`.
     """
     sizes = num_targets, num_sources
-    if not has_values(edge_index.device) or torch._C._len_torch_dispatch_stack():
+    memory = _memory(edge_index)
+    if memory is None:
         return Edges(edge_index, *sizes)
-    if edge_index.layout in _PLACES and edge_index.is_cpu:  # of which `Edges` makes a copy
-        parts = [getattr(edge_index, name)() for name in _PLACES[edge_index.layout]]
+    if edge_index.layout is not torch.strided:  # of which `Edges` makes a copy
         kind = *sizes, edge_index.layout, edge_index.shape
-        return remembered(edge_index, parts, kind, lambda: Edges(edge_index, *sizes))
-    memory = edge_index.as_tensor() if hasattr(edge_index, "as_tensor") else edge_index
+        return remembered(edge_index, memory, kind, lambda: Edges(edge_index, *sizes))
+    key = *sizes, _stream(memory[0]), as_counted(memory[0])
+    # `Edges` itself compares the numbers, of memory that is held here, so that its address stays
+    return remembered(edge_index, [], key, lambda: Edges(memory[0].detach(), *sizes))
+
+
+def remembered_of(
+    tensors: Sequence[Tensor | None], key: tuple[Hashable, ...], make: Callable[[], Made]
+) -> Made:
+    """What `make()` gives, which is made of copies of these tensors; the same object as long as the
+    first of them lives, under the conditions of `remembered_edges`.
+
+    key: what else it is made of.
+    """
+    parts, kinds = [], []
+    for tensor in tensors:
+        memory = _memory(tensor)
+        if tensor is None or memory is None:
+            return make()
+        parts += memory
+        kinds.append((tensor.layout, tensor.shape, _stream(tensor)))
+    if not parts:
+        return make()
+    # held, so that no other tensor gets the address of one that is gone
+    held = [part.detach() for part in parts if not part.is_cpu]
+    made = remembered(tensors[0], parts, (*key, *kinds), lambda: (make(), held))  # type: ignore[arg-type]
+    return made[0]
+
+
+def _memory(tensor: Tensor | None) -> list[Tensor] | None:
+    """The tensors whose numbers are the edges, or types, that a tensor says; None where nothing may
+    be remembered of it."""
+    if not isinstance(tensor, Tensor) or not has_values(tensor.device):
+        return None
+    if torch._C._len_torch_dispatch_stack():
+        return None
+    if tensor.layout in _PLACES and tensor.is_cpu:
+        return [getattr(tensor, name)() for name in _PLACES[tensor.layout]]
+    memory = tensor.as_tensor() if hasattr(tensor, "as_tensor") else tensor
     is_told = memory.is_cpu or not (memory.is_meta or memory.is_inference())  # of what is written
     is_itself = memory.layout is torch.strided and type(memory) in PLAIN
-    if not (is_told and is_itself and memory.dtype in (torch.int32, torch.int64)):
-        return Edges(edge_index, *sizes)
-    stream = torch.cuda.current_stream(memory.device).cuda_stream if memory.is_cuda else None
-    key = *sizes, stream, as_counted(memory)
-    # `Edges` itself compares the numbers, of memory that is held here, so that its address stays
-    return remembered(edge_index, [], key, lambda: Edges(memory.detach(), *sizes))
+    is_index = memory.dtype in (torch.int32, torch.int64)  # others are converted to
+    return [memory] if is_told and is_itself and is_index else None
+
+
+def _stream(tensor: Tensor) -> int | None:
+    """The stream of a GPU that work on a tensor would wait in now."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
 
 
 _PLACES = {

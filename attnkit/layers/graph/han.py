@@ -6,26 +6,20 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.arguments import at_least, divides, share
-from attnkit.core.attend import attend
-from attnkit.core.kernels.choose import named_backend
-from attnkit.core.kernels.edges.weights import edge_weights
 from attnkit.core.projections import reset_linear
 from attnkit.core.scores.additive import Additive
-from attnkit.core.weights import Indices, of_edges
+from attnkit.layers.graph.typed_attention import Heads, TypedNodeAttention
 from attnkit.layers.graph.typed_edges import (
     EdgesByType,
     Metadata,
     NodesByType,
     TypedEdges,
-    as_metadata,
     as_typed_edges,
     split_heads,
 )
-from attnkit.layers.graph.typed_linear import TypedLinear, channels_by_type
 
 
-class HANAttention(nn.Module):
+class HANAttention(TypedNodeAttention):
     """Attention of nodes, then of edge types (Wang et al., Heterogeneous Graph Attention Network,
     2019).
 
@@ -62,20 +56,18 @@ class HANAttention(nn.Module):
         dropout_p: float = 0.0,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
-        at_least(1, out_channels=out_channels, heads=heads)
-        divides("heads", heads, out_channels=out_channels)
-        share(dropout_p=dropout_p)
-        named_backend(backend)
-        self.metadata = as_metadata(metadata)
-        self.out_channels = out_channels
-        self.heads = heads
+        super().__init__(
+            in_channels,
+            out_channels,
+            metadata,
+            heads,
+            width=out_channels,
+            attention_mechanism="within-relation",
+            dropout_p=dropout_p,
+            backend=backend,
+        )
         self.negative_slope = negative_slope
-        self.dropout_p = dropout_p
-        self.backend = backend
-        node_types, edge_types = self.metadata
-        self.in_proj = TypedLinear(channels_by_type(in_channels, node_types), out_channels)
-        vectors = len(edge_types), heads, out_channels // heads
+        vectors = len(self.metadata[1]), heads, out_channels // heads
         self.key_vector = nn.Parameter(torch.empty(vectors))
         self.query_vector = nn.Parameter(torch.empty(vectors))
         self.type_proj = nn.Linear(out_channels, out_channels)
@@ -101,8 +93,8 @@ class HANAttention(nn.Module):
 
         Args:
             x_dict: nodes [nodes, channels] by type.
-            edge_index_dict: by edge type, each as in `GraphAttention`, sorted at every call; or
-                `TypedEdges`, sorted once.
+            edge_index_dict: by edge type, each as in `GraphAttention`, and their order is
+                remembered likewise; or `TypedEdges`.
             return_semantic_attention_weights: give those too, as PyG's layer does.
 
         Returns:
@@ -113,17 +105,8 @@ class HANAttention(nn.Module):
         Raises:
             ValueError, TypeError, IndexError: nodes or edges of another shape or type.
         """
-        edges, query, key, value = self._heads(x_dict, edge_index_dict)
-        output = attend(
-            query,
-            key,
-            value,
-            score=self._score(),
-            mask=edges.within,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            backend=self.backend,
-        )
-        rows = output.transpose(0, 1).flatten(1).relu()
+        given = self._heads(x_dict, edge_index_dict)
+        edges, rows = given.edges, self._attend(given).transpose(0, 1).flatten(1).relu()
         pairs = edges.targets
         by_target: dict[str, list[Tensor]] = {name: [] for name in x_dict}
         parts = (tensor.split(pairs.counts) for tensor in (rows, pairs.node))
@@ -151,35 +134,11 @@ class HANAttention(nn.Module):
         weights = scores.softmax(dim=0)
         return torch.tensordot(weights, stacked, dims=1), weights
 
-    def attention_weights(
-        self,
-        x_dict: NodesByType,
-        edge_index_dict: EdgesByType | TypedEdges,
-        *,
-        rows: Indices = None,
-        heads: Indices = None,
-    ) -> Annotated[Tensor, "rows chosen_heads"]:
-        """The node-level weights that `forward` uses on the same arguments, before dropout.
-
-        Args:
-            rows: which edges, None for all.
-            heads: which heads, None for all.
-
-        Returns:
-            A row for each edge, one edge type after the other; `TypedEdges.by_type` splits them.
-        """
-        edges, query, key, _ = self._heads(x_dict, edge_index_dict)
-        return of_edges(edge_weights(query, key, edges.within, score=self._score()).T, rows, heads)
-
     def _score(self) -> Additive:
         return Additive(self.key_vector.new_ones(1), "leaky_relu", self.negative_slope)
 
-    def _heads(
-        self,
-        x_dict: NodesByType,
-        edge_index_dict: EdgesByType | TypedEdges,
-    ) -> tuple[TypedEdges, Tensor, Tensor, Tensor]:
-        """The edges, and queries and keys [heads, pairs, 1] and values [heads, pairs, head_dim]."""
+    def _heads(self, x_dict: NodesByType, edge_index_dict: EdgesByType | TypedEdges) -> Heads:
+        """Queries and keys are one number, for an additive score."""
         edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)
         projected = self.in_proj(x_dict)
         nodes = torch.cat([projected[name] for name in edges.nodes])
@@ -194,7 +153,4 @@ class HANAttention(nn.Module):
         ]
         query, key = (split_heads(scores.index_select(0, place), self.heads) for place in places)
         value = split_heads(nodes.index_select(0, edges.sources.node), self.heads)
-        return edges, query, key, value
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.out_channels}, heads={self.heads})"
+        return Heads(edges, query, key, value)

@@ -7,26 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.arguments import at_least, divides, share
-from attnkit.core.attend import attend
-from attnkit.core.kernels.choose import named_backend
-from attnkit.core.kernels.edges.weights import edge_weights
-from attnkit.core.weights import Indices, of_edges
+from attnkit.layers.graph.typed_attention import Heads, TypedLinear, TypedNodeAttention
 from attnkit.layers.graph.typed_edges import (
     AttentionMechanism,
     EdgesByType,
     Metadata,
     NodesByType,
     TypedEdges,
-    as_metadata,
     as_typed_edges,
-    check_mechanism,
     split_heads,
 )
-from attnkit.layers.graph.typed_linear import TypedLinear, channels_by_type
 
 
-class HGTAttention(nn.Module):
+class HGTAttention(TypedNodeAttention):
     """Attention over edges of several types (Hu et al., Heterogeneous Graph Transformer, 2020).
 
         head_h,i = Σ_e weight_h,e · (W_v,h,t(j) x_j) M_h,r        over the edges e of type r
@@ -62,22 +55,19 @@ class HGTAttention(nn.Module):
         dropout_p: float = 0.0,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
-        at_least(1, out_channels=out_channels, heads=heads)
-        divides("heads", heads, out_channels=out_channels)
-        check_mechanism(attention_mechanism)
-        share(dropout_p=dropout_p)
-        named_backend(backend)
-        self.metadata = as_metadata(metadata)
-        self.out_channels = out_channels
-        self.heads = heads
-        self.attention_mechanism: AttentionMechanism = attention_mechanism
-        self.dropout_p = dropout_p
-        self.backend = backend
+        super().__init__(
+            in_channels,
+            out_channels,
+            metadata,
+            heads,
+            width=3 * out_channels,
+            attention_mechanism=attention_mechanism,
+            dropout_p=dropout_p,
+            backend=backend,
+        )
         node_types, edge_types = self.metadata
-        dim = out_channels // heads
-        self.in_proj = TypedLinear(channels_by_type(in_channels, node_types), 3 * out_channels)
         self.out_proj = TypedLinear(dict.fromkeys(node_types, out_channels), out_channels)
+        dim = out_channels // heads
         self.key_weight = nn.Parameter(torch.empty(len(edge_types), heads, dim, dim))
         self.value_weight = nn.Parameter(torch.empty(len(edge_types), heads, dim, dim))
         self.prior = nn.Parameter(torch.empty(len(edge_types), heads))
@@ -103,8 +93,8 @@ class HGTAttention(nn.Module):
 
         Args:
             x_dict: nodes [nodes, channels] by type.
-            edge_index_dict: by edge type, each as in `GraphAttention`, sorted at every call; or
-                `TypedEdges`, sorted once.
+            edge_index_dict: by edge type, each as in `GraphAttention`, and their order is
+                remembered likewise; or `TypedEdges`.
 
         Returns:
             [nodes, out_channels] of each node type that some edge type of the metadata leads to.
@@ -112,15 +102,8 @@ class HGTAttention(nn.Module):
         Raises:
             ValueError, TypeError, IndexError: nodes or edges of another shape or type.
         """
-        edges, query, key, value = self._heads(x_dict, edge_index_dict)
-        output = attend(
-            query,
-            key,
-            value,
-            mask=edges.mask(self.attention_mechanism),
-            dropout_p=self.dropout_p if self.training else 0.0,
-            backend=self.backend,
-        )
+        given = self._heads(x_dict, edge_index_dict)
+        edges, output = given.edges, self._attend(given)
         gathered = F.gelu(edges.summed(output, self.attention_mechanism).transpose(0, 1).flatten(1))
         targets = {key[2] for key in self.metadata[1]}
         parts = {name: gathered[rows] for name, rows in edges.nodes.items() if name in targets}
@@ -131,33 +114,7 @@ class HGTAttention(nn.Module):
                 outputs[name] = weight * output + (1 - weight) * x_dict[name]
         return outputs
 
-    def attention_weights(
-        self,
-        x_dict: NodesByType,
-        edge_index_dict: EdgesByType | TypedEdges,
-        *,
-        rows: Indices = None,
-        heads: Indices = None,
-    ) -> Annotated[Tensor, "rows chosen_heads"]:
-        """The weights that `forward` uses on the same arguments, before dropout.
-
-        Args:
-            rows: which edges, None for all.
-            heads: which heads, None for all.
-
-        Returns:
-            A row for each edge, one edge type after the other; `TypedEdges.by_type` splits them.
-        """
-        edges, query, key, _ = self._heads(x_dict, edge_index_dict)
-        mask = edges.mask(self.attention_mechanism)
-        return of_edges(edge_weights(query, key, mask).T, rows, heads)
-
-    def _heads(
-        self,
-        x_dict: NodesByType,
-        edge_index_dict: EdgesByType | TypedEdges,
-    ) -> tuple[TypedEdges, Tensor, Tensor, Tensor]:
-        """The edges, and queries, keys and values [heads, nodes or pairs, head_dim]."""
+    def _heads(self, x_dict: NodesByType, edge_index_dict: EdgesByType | TypedEdges) -> Heads:
         edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)
         sizes = [self.out_channels, 2 * self.out_channels]
         nodes = {name: rows.split(sizes, dim=1) for name, rows in self.in_proj(x_dict).items()}
@@ -171,7 +128,4 @@ class HGTAttention(nn.Module):
             for key, place in zip(edges.edge_types, types, strict=True)
         ]
         key, value = torch.cat(parts, dim=1).split(self.heads)
-        return edges, split_heads(query, self.heads), key, value
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.out_channels}, heads={self.heads})"
+        return Heads(edges, split_heads(query, self.heads), key, value)

@@ -6,17 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.arguments import at_least, choice, divides, share
-from attnkit.core.attend import attend
-from attnkit.core.kernels.choose import named_backend
-from attnkit.core.kernels.edges.weights import edge_weights
-from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.arguments import at_least, choice, divides
+from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.projections import matrix_of
 from attnkit.core.weights import Indices, of_edges
+from attnkit.layers.graph.inputs import check_features
+from attnkit.layers.graph.typed_attention import Heads, TypedAttention
 from attnkit.layers.graph.typed_edges import (
     AttentionMechanism,
     TypedEdges,
-    check_mechanism,
     grouped,
     split_heads,
 )
@@ -24,7 +22,7 @@ from attnkit.layers.graph.typed_edges import (
 AttentionMode = Literal["additive-self-attention", "multiplicative-self-attention"]
 
 
-class RGATAttention(nn.Module):
+class RGATAttention(TypedAttention):
     """Attention over edges of several relations (Busbridge et al., Relational Graph Attention
     Networks, 2019).
 
@@ -76,21 +74,17 @@ class RGATAttention(nn.Module):
         bias: bool = True,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(heads, attention_mechanism, dropout_p, backend)
         at_least(
             1,
             in_channels=in_channels,
             out_channels=out_channels,
             num_relations=num_relations,
             num_bases=num_bases,
-            heads=heads,
             dim=dim,
             edge_dim=edge_dim,
         )
-        check_mechanism(attention_mechanism)
         choice(get_args(AttentionMode), attention_mode=attention_mode)
-        share(dropout_p=dropout_p)
-        named_backend(backend)
         is_additive = attention_mode == "additive-self-attention"
         if is_additive and dim != 1:
             raise ValueError(f"dim: expected 1 of additive attention, got {dim}")
@@ -110,15 +104,11 @@ class RGATAttention(nn.Module):
         self.num_relations = num_relations
         self.num_bases = num_bases
         self.num_blocks = num_blocks
-        self.attention_mechanism: AttentionMechanism = attention_mechanism
         self.attention_mode: AttentionMode = attention_mode
-        self.heads = heads
         self.dim = dim
         self.concat = concat
         self.negative_slope = negative_slope
-        self.dropout_p = dropout_p
         self.edge_dim = edge_dim
-        self.backend = backend
         if num_bases is not None:
             self.coefficients = nn.Parameter(torch.empty(num_relations, num_bases))
             self.bases = nn.Parameter(torch.empty(num_bases, in_channels, width))
@@ -159,8 +149,8 @@ class RGATAttention(nn.Module):
 
         Args:
             x: of `HeteroData`, that of `data.to_homogeneous()`, which has `edge_type`, too.
-            edge_index: sources and targets, sorted at every call; or
-                `TypedEdges(edge_index, num_nodes, edge_type, num_relations)`, sorted once.
+            edge_index: sources and targets, whose order is remembered; or
+                `TypedEdges(edge_index, num_nodes, edge_type, num_relations)`.
             edge_type: the relation of each edge; None with `TypedEdges`.
             edge_attr: features of the edges; one channel may lack its dimension.
             return_attention_weights: give (edges, weights) too, as PyG's layer does.
@@ -171,27 +161,15 @@ class RGATAttention(nn.Module):
         Raises:
             ValueError, TypeError, IndexError: nodes or edges of another shape or type.
         """
-        edges, value, features = self._read(x, edge_index, edge_type, edge_attr)
-        mask = edges.mask(self.attention_mechanism)
-        query, key = self._without_channels(mask.sizes, value)
-        output = attend(
-            query,
-            key,
-            value,
-            mask=mask,
-            edge_features=features,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            backend=self.backend,
-        )
-        output = edges.summed(output, self.attention_mechanism).transpose(0, 1)
+        given = self._heads(x, edge_index, edge_type, edge_attr)
+        output = given.edges.summed(self._attend(given), self.attention_mechanism).transpose(0, 1)
         if not self.concat:
             output = output.unflatten(1, (self.heads, self.dim)).mean(dim=1)
         output = output.flatten(1)
         output = output if self.bias is None else output + self.bias
         if return_attention_weights is None:
             return output
-        weights = edge_weights(query, key, mask, edge_features=features).T
-        return output, (edges.edge_index, weights)  # type: ignore[return-value]
+        return output, (given.edges.edge_index, self._weights(given))  # type: ignore[return-value]
 
     def attention_weights(
         self,
@@ -212,25 +190,17 @@ class RGATAttention(nn.Module):
         Returns:
             Row e for edge e of `edge_index`.
         """
-        edges, value, features = self._read(x, edge_index, edge_type, edge_attr)
-        mask = edges.mask(self.attention_mechanism)
-        query, key = self._without_channels(mask.sizes, value)
-        weights = edge_weights(query, key, mask, edge_features=features).T
-        return of_edges(weights, rows, heads)
+        given = self._heads(x, edge_index, edge_type, edge_attr)
+        return of_edges(self._weights(given), rows, heads)
 
-    def _without_channels(self, sizes: tuple[int, int], value: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of 0: the scores are what each edge adds to them."""
-        query = value.new_zeros(self.heads * self.dim, sizes[0], 1)
-        return query, value.new_zeros(self.heads, sizes[1], 1)
-
-    def _read(
+    def _heads(
         self,
         x: Tensor,
         edge_index: Tensor | TypedEdges,
         edge_type: Tensor | None,
         edge_attr: Tensor | None,
-    ) -> tuple[TypedEdges, Tensor, EdgeFeatures]:
-        """The edges, values [heads, pairs, out_channels], and the scores of the edges."""
+    ) -> Heads:
+        """Queries and keys are 0: the scores are what each edge adds to them."""
         if x.ndim != 2 or x.shape[1] != self.in_channels:
             raise ValueError(f"x: expected [nodes, {self.in_channels}], got {list(x.shape)}")
         if isinstance(edge_index, TypedEdges):
@@ -242,7 +212,7 @@ class RGATAttention(nn.Module):
                 )
             edges = edge_index
         else:
-            edges = TypedEdges(edge_index, len(x), edge_type, self.num_relations)
+            edges = TypedEdges.remembered(edge_index, len(x), edge_type, self.num_relations)
         weight = self._relation_weight()
         sources, targets = edges.sources, edges.targets
         value = grouped(x.index_select(0, sources.node), sources.counts, weight)
@@ -250,13 +220,17 @@ class RGATAttention(nn.Module):
         query = grouped(by_target, targets.counts, weight @ self.query_weight)
         query = query.index_select(0, targets.of_edge)
         key = (value @ self.key_weight).index_select(0, sources.of_edge)
-        carried = self._carried(edges, edge_attr)
+        mask = edges.mask(self.attention_mechanism)
+        carried = self._carried(mask, edge_attr)
         if self.attention_mode == "additive-self-attention":
             scores = query + key if carried is None else query + key + carried
             scores = F.leaky_relu(scores, self.negative_slope)
         else:
             scores = query * key if carried is None else query * key * carried
-        return edges, split_heads(value, self.heads), EdgeFeatures(bias=scores.T)
+        query = value.new_zeros(self.heads * self.dim, mask.sizes[0], 1)
+        key = value.new_zeros(self.heads, mask.sizes[1], 1)
+        value = split_heads(value, self.heads)
+        return Heads(edges, query, key, value, EdgeFeatures(bias=scores.T))
 
     def _relation_weight(self) -> Tensor:
         """W of each relation, [relations, in_channels, heads · out_channels]."""
@@ -268,20 +242,11 @@ class RGATAttention(nn.Module):
             return full.reshape(self.num_relations, self.in_channels, -1)
         return self.weight
 
-    def _carried(self, edges: TypedEdges, edge_attr: Tensor | None) -> Tensor | None:
+    def _carried(self, edges: Edges, edge_attr: Tensor | None) -> Tensor | None:
         """What features of the edges make of their scores, [edges, heads · dim]."""
-        if self.edge_proj is None:
-            if edge_attr is not None:
-                raise ValueError("edge_attr: given, but edge_dim is None: the layer reads none")
+        edge_attr = check_features(edge_attr, edges, self.edge_dim)
+        if self.edge_proj is None or edge_attr is None:
             return None
-        if edge_attr is None:
-            raise ValueError(f"edge_attr: expected [edges, {self.edge_dim}], got None")
-        edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr
-        if list(edge_attr.shape) != [edges.num_edges, self.edge_dim]:
-            raise ValueError(
-                f"edge_attr: expected [edges, edge_dim] = {[edges.num_edges, self.edge_dim]}, "
-                f"got {list(edge_attr.shape)}"
-            )
         return edge_attr @ (matrix_of(self.edge_proj, edge_attr) @ self.edge_weight)
 
     def __repr__(self) -> str:

@@ -1,14 +1,14 @@
 """The edges of a heterogeneous graph as one set, with a type each."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnkit.core.arguments import choice
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import cached
+from attnkit.core.masks.remembered import remembered_of
 
 EdgeType = tuple[str, str, str]
 """Source node type, relation and target node type, as in PyG."""
@@ -25,11 +25,6 @@ no tuples, lists will do."""
 
 AttentionMechanism = Literal["across-relation", "within-relation"]
 """Whether the weights of all edges into a node sum to 1, or those of each type."""
-
-
-def check_mechanism(name: str) -> None:
-    """ValueError unless it is an `AttentionMechanism`."""
-    choice(get_args(AttentionMechanism), attention_mechanism=name)
 
 
 def as_metadata(metadata: Metadata) -> Metadata:
@@ -76,6 +71,9 @@ class TypedEdges:
     since keys and values depend on both. Only pairs that occur are counted. What is given is
     copied: what is written to it afterwards changes nothing.
 
+    Layers that are given the dict, or the tensors, make this object at the first call and remember
+    it as long as the first tensor lives. They make another where numbers were written to.
+
     Args:
         edge_index: by edge type, each as in `Edges`; or integers [2, edges] between nodes of one
             type.
@@ -109,6 +107,28 @@ class TypedEdges:
                 "edge_index and num_nodes: expected two dicts, or a tensor and a number, got "
                 f"{type(edge_index).__name__} and {type(num_nodes).__name__}"
             )
+
+    @classmethod
+    def remembered(
+        cls,
+        edge_index: EdgesByType | Tensor,
+        num_nodes: Mapping[str, int] | int,
+        edge_type: Tensor | None = None,
+        num_types: int | None = None,
+    ) -> "TypedEdges":
+        """The object of these tensors that an earlier call made, or a new one.
+
+        The tensors and sizes are compared with those of then, as `remembered_edges` does it.
+        """
+
+        def make() -> TypedEdges:
+            return cls(edge_index, num_nodes, edge_type, num_types)
+
+        if isinstance(edge_index, Mapping) and isinstance(num_nodes, Mapping):
+            key = *edge_index, *num_nodes.items()
+            return remembered_of([*edge_index.values()], key, make)
+        # kept with the types: GraphAttention keeps its `Edges` with the edges
+        return remembered_of([edge_type, edge_index], (num_nodes, num_types), make)
 
     def _read_types(self, edge_index: EdgesByType, num_nodes: Mapping[str, int]) -> None:
         self.nodes, self.num_nodes = {}, 0
@@ -247,7 +267,7 @@ def as_typed_edges(
             raise ValueError(f"x_dict: expected [nodes, channels] of {name!r}, got {given}")
         num_nodes[name] = len(nodes)
     if not isinstance(edge_index, TypedEdges):
-        edge_index = TypedEdges(edge_index, num_nodes)
+        edge_index = TypedEdges.remembered(edge_index, num_nodes)
     elif {name: nodes.stop - nodes.start for name, nodes in edge_index.nodes.items()} != num_nodes:
         raise ValueError(
             f"edge_index_dict: TypedEdges is of other nodes than x_dict, which has {num_nodes}"

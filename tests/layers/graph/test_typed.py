@@ -1,8 +1,10 @@
 """Attention over edges of several types: HGT, HAN, RGAT, and the edges that they share."""
 
+import gc
 import json
 import re
 import runpy
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch_geometric.nn import HANConv
 
 import attnkit
 from attnkit import GAT, HANAttention, HGTAttention, RGATAttention, TypedEdges
+from attnkit.core.masks.adjacency import Adjacency
 
 SIZES = {"paper": 11, "author": 7, "venue": 3}
 EDGES = {
@@ -345,3 +348,196 @@ def test_rows_of_a_type_that_is_given_as_a_list():
     key = ("author", "writes", "paper")
     rows = typed_edges.of_sources(key, x["author"])
     torch.testing.assert_close(typed_edges.of_sources([*key], x["author"]), rows)
+
+
+class Layers(nn.Module):
+    """Two layers and what they are given, all tensors of their own."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        x, edges = graph(channels=6)
+        self.x, self.edges = x["paper"], edges
+        if kind is RGATAttention:
+            layers = [kind(6, 3, 3, heads=2, **options) for _ in range(2)]
+            self.types = torch.arange(41) % 3
+        else:
+            self.x, self.types = x, None
+            layers = [kind(6, 6, METADATA, heads=2, **options) for _ in range(2)]
+        self.layers = nn.ModuleList(randomised(layer) for layer in layers)
+
+    @property
+    def tensors(self):
+        """The first owns what is remembered."""
+        edges = [*self.edges.values()]
+        return edges if self.types is None else [self.types, edges[0]]
+
+    def given(self):
+        if self.types is None:
+            return ({**self.edges},)
+        return self.edges["paper", "cites", "paper"], self.types
+
+    def anew(self):
+        """The outputs of tensors that nobody has seen."""
+        given = [
+            {key: edges.clone() for key, edges in part.items()}
+            if isinstance(part, dict)
+            else part.clone()
+            for part in self.given()
+        ]
+        return self(*given)
+
+    def forward(self, *given):
+        x = self.x
+        for layer in self.layers:
+            found = layer(x, *given)
+            if isinstance(x, dict):
+                found = {name: found.get(name) for name in x}
+                found = {name: x[name] if rows is None else rows for name, rows in found.items()}
+            x = found
+        return torch.cat([*x.values()]) if isinstance(x, dict) else x
+
+
+KINDS = [HGTAttention, HANAttention, RGATAttention]
+WRITES = {
+    "in place": lambda tensor, new: tensor.copy_(new),
+    "data": lambda tensor, new: tensor.data.copy_(new),
+    "numpy": lambda tensor, new: tensor.numpy().__setitem__(..., new.numpy()),
+    "set": lambda tensor, new: tensor.set_(new.clone()),
+    "resize": lambda tensor, new: tensor.resize_(0).resize_(new.shape).copy_(new),
+}
+
+
+@pytest.fixture
+def sorts(monkeypatch):
+    """What was sorted."""
+    given = []
+
+    def count(*arguments, of=Adjacency.of):
+        given.append(arguments)
+        return of(*arguments)
+
+    monkeypatch.setattr(Adjacency, "of", count)
+    return given
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_and_steps_sort_once(kind, mode, sorts):
+    model = Layers(kind, backend="edges")
+    with mode():
+        outputs = [model(*model.given()) for _ in range(3)]
+    outputs.append(model(*model.given()))  # trained on what inference sorted
+    outputs[-1].sum().backward()
+    assert len(sorts) == 1
+    for output in outputs:
+        assert torch.equal(output, model.anew())
+
+
+def test_prepared_edges_of_inference_train():
+    x, edges = graph()
+    for kind in (HGTAttention, HANAttention):
+        prepared = TypedEdges(edges, SIZES)
+        layer = typed(kind, backend="edges")
+        with torch.inference_mode():
+            expected = layer(x, prepared)["paper"]
+        output = layer(x, prepared)["paper"]
+        output.sum().backward()
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_edges_that_are_written_to_are_read_anew(kind, write):
+    model = Layers(kind)
+    for place in range(len(model.tensors)):
+        before = model(*model.given())
+        tensor = model.tensors[place]
+        WRITES[write](tensor, tensor.flip(-1).roll(1, -1) % 3)
+        for _ in range(2):
+            output = model(*model.given())
+        assert not torch.allclose(output, before)
+        assert torch.equal(output, model.anew())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_node_that_is_not_there_after_a_write(kind):
+    model = Layers(kind)
+    model(*model.given())
+    edges = model.edges["paper", "cites", "paper"]
+    edges.numpy()[0, 3] = 11
+    with pytest.raises(IndexError, match="edge_index: the source nodes go from 0 to 11"):
+        model(*model.given())
+    edges[0, 3] = 10
+    assert torch.equal(model(*model.given()), model.anew())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_remembered_goes_with_the_first_tensor(kind, monkeypatch):
+    model, made = Layers(kind), []
+    read = TypedEdges.__init__
+
+    def note(edges, *given):
+        made.append(weakref.ref(edges))
+        read(edges, *given)
+
+    monkeypatch.setattr(TypedEdges, "__init__", note)
+    for _ in range(2):
+        model(*model.given())
+    assert [each() is not None for each in made] == [True]
+    gc.disable()  # at once, without looking for circles
+    try:
+        if model.types is None:
+            del model.edges[next(iter(EDGES))]
+        else:
+            del model.types
+        assert made[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_other_types_sizes_and_layouts_are_others(sorts):
+    layer, (x, edges) = typed(HGTAttention, backend="edges"), graph()
+    citing, writes, _ = EDGES
+    sparse = {key: torch.zeros(11, size) for key, size in ((citing, 11), (writes, 7))}
+    for key, matrix in sparse.items():
+        source, target = edges[key]
+        matrix[target, source] = 1
+        sparse[key] = matrix.to_sparse_csr()
+    more = x | {"paper": rand(13, 5)}
+    for nodes, given in [
+        (x, edges),
+        (more, edges),
+        (x, {citing: edges[citing]}),
+        (x, {writes: edges[writes], citing: edges[citing]}),
+        (x, sparse),
+    ]:
+        number = len(sorts)
+        outputs = [layer(nodes, given)["paper"] for _ in range(2)]
+        assert len(sorts) == number + 1
+        anew = {key: rows.clone() for key, rows in given.items()}
+        assert torch.equal(outputs[1], layer(nodes, anew)["paper"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_remember_nothing(kind):
+    model = Layers(kind, backend="edges")
+    expected = model(*model.given())
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(compiled(*model.given()), expected)
+    first = model.tensors[0]
+    first.copy_(first.flip(-1) % 3)
+    torch.testing.assert_close(compiled(*model.given()), model.anew())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_tensor_gets_the_address_of_another():
+    layer, (x, edges) = typed(HGTAttention), graph()
+    layer, x = layer.cuda(), {name: rows.cuda() for name, rows in x.items()}
+    edges = {key: rows.cuda() for key, rows in edges.items()}
+    for seed in range(5):
+        key = [*EDGES][1]
+        edges[key] = None  # gone before the next comes
+        edges[key] = (torch.arange(58).view(2, 29) * (seed + 1) % 7).cuda()
+        output = layer(x, edges)["paper"]
+        anew = layer(x, {key: rows.clone() for key, rows in edges.items()})["paper"]
+        torch.testing.assert_close(output, anew)
