@@ -12,9 +12,10 @@ from attnkit.core.arguments import at_least, existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.graphs.checks import SPLITS
 from attnkit.tasks.graphs.data import GraphDataModule
-from attnkit.tasks.graphs.files.arrays import Part, Parts
+from attnkit.tasks.graphs.files.arrays import Parts
 from attnkit.tasks.graphs.files.edges import read_edges
 from attnkit.tasks.graphs.files.nodes import read_features, read_labels
+from attnkit.tasks.graphs.files.part import Part
 
 
 class HeterophilousData(GraphDataModule):

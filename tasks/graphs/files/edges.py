@@ -1,8 +1,7 @@
 """Edges from an array or a table, each checked, with the place of a wrong one."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -11,16 +10,8 @@ from torch import Tensor
 from torch_geometric.utils import to_undirected
 
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.graphs.files.arrays import Part
-from attnkit.tasks.graphs.files.tables import (
-    ROWS,
-    blocks,
-    first_row,
-    index_of,
-    line_of,
-    named_rows,
-    refuse_commented,
-)
+from attnkit.tasks.graphs.files.part import Part
+from attnkit.tasks.graphs.files.text import Text
 
 Names = Mapping[str, int]
 _SOURCE, _TARGET = (
@@ -55,31 +46,22 @@ def read_edges(
     Raises:
         UserError: what is not an edge of these nodes, with its line or place.
     """
-    if not part.is_table:
-        edges = _from_array(part, num_nodes)
-    else:
-        if names is not None and part.is_text:
-            refuse_commented(part.path, names)
-        rows = _numbered(part.path, num_nodes) if names is None else _named(part, names)
-        # int32 halves what is held twice while the blocks are joined
-        kind = np.int32 if num_nodes < 2**31 else np.int64
-        read = [block.T.astype(kind) for block in rows]
-        edges = np.empty((2, sum(block.shape[1] for block in read)), np.int64)
-        if part.rows not in (None, edges.shape[1]):
-            raise UserError(f"{part.where}: expected {part.rows:,} edges, got {edges.shape[1]:,}")
-        if read:
-            np.concatenate(read, axis=1, out=edges)
-        if part.is_numbered and (names is None or {"0", "1"} <= names.keys()):
-            edges = _without_header(edges, part, [p for p in (carried or {}).values() if p])
-        if _is_turned(part, names or {}):
-            edges = edges[::-1].copy()
-    edge_index = torch.from_numpy(edges)
-    _refuse_other_index(part, carried or {})
-    found = {
-        name: _read_carried(name, part, edges.shape[1])
-        for name, part in (carried or {}).items()
-        if part is not None
-    }
+    others = {name: other for name, other in (carried or {}).items() if other is not None}
+    if names is not None and isinstance(part, Text):
+        part.refuse_commented(names)
+    rows = _rows(part, names)
+    part.check_rows(rows, "edges")
+    if part.form.is_numbered and (names is None or {"0", "1"} <= names.keys()):
+        beside = [(len(p.array(np.float32)), p.form.is_numbered) for p in others.values()]
+        beside += [(size, False) for size in (part.rows,) if size is not None]
+        is_again = bool((rows[1:] == rows[:1]).all(axis=1).any())
+        rows = part.without_header(rows, beside, "0, 1, is an edge", is_header=is_again)
+    _refuse_outside(part, rows, num_nodes)
+    edges = rows.T[::-1] if _is_turned(part, names or {}) else rows.T
+    edge_index = torch.from_numpy(np.ascontiguousarray(edges, np.int64))
+    found = {name: _read_carried(name, other, len(rows)) for name, other in others.items()}
+    if part.rows is None:
+        part.refuse_other_index(others.values())
     if not undirected:
         _warn_of_oddities(part.where, edge_index, num_nodes)
         return {"edge_index": edge_index, **found}
@@ -90,22 +72,45 @@ def read_edges(
     return {"edge_index": edge_index, **dict(zip(found, values, strict=True))}
 
 
-def _refuse_other_index(part: Part, carried: Mapping[str, Part | None]) -> None:
-    """UserError if what edges carry has another index than they have; of an array it counts."""
-    if part.rows is not None:
+def _rows(part: Part, names: Names | None) -> np.ndarray:
+    """The edges, whole numbers [edges, 2]."""
+    if part.is_table:
+        if names is None:
+            return part.array(np.int64, 2)
+        return np.fromiter(_named(part, names), np.dtype((np.int64, 2)))
+    edges = part.array()
+    if edges.dtype.kind not in "iu" or edges.ndim != 2 or 2 not in edges.shape:
+        raise UserError(
+            f"{part.where}: expected whole numbers [2, edges] or [edges, 2], "
+            f"got {edges.dtype} {list(edges.shape)}"
+        )
+    return edges.T if edges.shape[0] == 2 else edges
+
+
+def _named(part: Part, names: Names) -> Iterator[tuple[int, int]]:
+    """Edges by the names of nodes; a first line of other words is a header."""
+    for number, (fields, place) in enumerate(part.fields()):
+        if len(fields) != 2:
+            raise UserError(f"{part.where}{place}: expected 2 names of nodes, got {fields}")
+        unknown = [name for name in fields if name not in names]
+        if len(unknown) == 2 and not number and part.form.may_have_header:
+            continue
+        if unknown:
+            raise UserError(f"{part.where}{place}: {unknown[0]!r} is not the name of a node")
+        yield names[fields[0]], names[fields[1]]
+
+
+def _refuse_outside(part: Part, rows: np.ndarray, num_nodes: int) -> None:
+    """UserError at the first edge with a node that is not there."""
+    wrong = (rows < 0) | (rows >= num_nodes)
+    if not wrong.any():
         return
-    here, *others = [
-        (one, index_of(one.path) if one.is_table else [])
-        for one in (part, *carried.values())
-        if one is not None
-    ]
-    for other, index in others:
-        both = list(zip(here[1], index, strict=False))
-        if len(here[1]) != len(index) or not all(np.array_equal(a, b) for a, b in both):
-            raise UserError(
-                f"{other.where}: its index is not that of {part.where}; put the rows of both in "
-                "one order, and leave the index out"
-            )
+    row, column = np.argwhere(wrong)[0].tolist()
+    where = part.place_of(row) if part.is_table else f"{part.where}, edge {row}"
+    raise UserError(
+        f"{where}: there is no node {rows[row, column]}: expected 0 to {num_nodes - 1}; for other "
+        "numbers or names write nodes.txt, with one line for each node"
+    )
 
 
 def _is_turned(part: Part, names: Names) -> bool:
@@ -114,8 +119,8 @@ def _is_turned(part: Part, names: Names) -> bool:
     Raises:
         UserError: it says so of one of its columns only.
     """
-    header = first_row(part.path)
-    if len(header) != 2 or (part.is_text and any(name in names for name in header)):
+    header = part.form.header
+    if len(header) != 2 or (part.form.may_have_header and any(name in names for name in header)):
         return False
     first, second = (name.strip().lower() for name in header)
     says = bool(_TARGET.fullmatch(first)), bool(_SOURCE.fullmatch(second))
@@ -127,29 +132,11 @@ def _is_turned(part: Part, names: Names) -> bool:
     return all(says)
 
 
-def _without_header(edges: np.ndarray, part: Part, carried: Sequence[Part]) -> np.ndarray:
-    """Edges without a first row 0, 1 that is a header, as pandas writes it of columns without
-    names, where what they carry or the same edge further on says so.
-
-    Raises:
-        UserError: it may be either.
-    """
-    sizes = [part.rows, *(len(p.array(np.float32)) for p in carried if not p.is_numbered)]
-    if edges.shape[1] in sizes:
-        return edges
-    if edges.shape[1] - 1 in sizes or (edges[:, 1:] == edges[:, :1]).all(axis=0).any():
-        part.skipped = 1
-        return edges[:, 1:]
-    raise UserError(
-        f"{part.where}: the first row, 0, 1, is an edge, or a header of columns without names; "
-        "write a header of words"
-    )
-
-
 def _read_carried(name: str, part: Part, num_edges: int) -> Tensor:
     values = part.array(np.float32)
-    if len(values) == num_edges + 1 and part.is_numbered:  # a header of pandas
-        part.skipped, values = 1, values[1:]
+    part.check_rows(values)
+    if len(values) == num_edges + 1 and part.form.is_numbered:
+        values = part.without_first(values)
     if name == "edge_weight" and values.shape[1:] == (1,):
         values = values[:, 0]
     shape = f"[{num_edges}]" if name == "edge_weight" else f"[{num_edges}, channels]"
@@ -165,68 +152,6 @@ def _read_carried(name: str, part: Part, num_edges: int) -> Tensor:
         value = values[tuple(wrong[0])]
         raise UserError(f"{part.place_of(int(wrong[0, 0]))}: is {value}, expected finite numbers")
     return torch.from_numpy(np.array(values, np.float32))
-
-
-def _from_array(part: Part, num_nodes: int) -> np.ndarray:
-    edges = part.array()
-    if edges.dtype.kind not in "iu" or edges.ndim != 2 or 2 not in edges.shape:
-        raise UserError(
-            f"{part.where}: expected whole numbers [2, edges] or [edges, 2], "
-            f"got {edges.dtype} {list(edges.shape)}"
-        )
-    edges = edges if edges.shape[0] == 2 else edges.T
-    for start in range(0, edges.shape[1], ROWS):
-        wrong = _outside(edges[:, start : start + ROWS].T, num_nodes)
-        if wrong is not None:
-            row, node = wrong
-            raise _not_there(f"{part.where}, edge {start + row}", node, num_nodes)
-    return np.ascontiguousarray(edges, np.int64)
-
-
-def _numbered(path: Path, num_nodes: int) -> Iterator[np.ndarray]:
-    before = 0
-    for block in blocks(path, np.int64, 2):
-        wrong = _outside(block, num_nodes)
-        if wrong is not None:
-            row, node = wrong
-            raise _not_there(f"{path}{line_of(path, before + row)}", node, num_nodes)
-        before += len(block)
-        yield block
-
-
-def _outside(rows: np.ndarray, num_nodes: int) -> tuple[int, int] | None:
-    """The first row with a node that is not there, and that node."""
-    wrong = (rows < 0) | (rows >= num_nodes)
-    if not wrong.any():
-        return None
-    row, column = np.argwhere(wrong)[0]
-    return int(row), int(rows[row, column])
-
-
-def _not_there(where: str, node: int, num_nodes: int) -> UserError:
-    return UserError(
-        f"{where}: there is no node {node}: expected 0 to {num_nodes - 1}; for other numbers or "
-        "names write nodes.txt, with one line for each node"
-    )
-
-
-def _named(part: Part, names: Names) -> Iterator[np.ndarray]:
-    """Edges by the names of nodes; a first line of other words is a header."""
-    rows: list[tuple[int, int]] = []
-    for number, (fields, place) in enumerate(named_rows(part.path)):
-        if len(fields) != 2:
-            raise UserError(f"{part.where}{place}: expected 2 names of nodes, got {fields}")
-        unknown = [name for name in fields if name not in names]
-        if len(unknown) == 2 and not number and part.may_have_header:
-            continue
-        if unknown:
-            raise UserError(f"{part.where}{place}: {unknown[0]!r} is not the name of a node")
-        rows.append((names[fields[0]], names[fields[1]]))
-        if len(rows) == ROWS:
-            yield np.array(rows)
-            rows = []
-    if rows:
-        yield np.array(rows)
 
 
 def _warn_of_oddities(where: str, edge_index: Tensor, num_nodes: int) -> None:

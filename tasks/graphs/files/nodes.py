@@ -1,53 +1,42 @@
 """What files say of nodes: features, labels, names, and which nodes a split has."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.graphs.files.arrays import Part
-from attnkit.tasks.graphs.files.tables import are_whole, numbers_of, refuse_commented
+from attnkit.tasks.graphs.files.part import Part, are_whole, numbers_of
+from attnkit.tasks.graphs.files.text import Text
 
 NO_LABEL = ("", "-1", "-1.0", "nan", "<na>")  # among names of classes, in lower case
 UNCLEAR = ("na", "n/a", "none", "null")  # a class, or what some programs write for no label
 
 
-def read_features(part: Part) -> Tensor:
-    """x [nodes, channels]; of an .npy it is mapped, of a table float32."""
-    array = part.array(np.float32, in_order=True)
+def read_features(part: Part, beside: Sequence[Part] = ()) -> Tensor:
+    """x [nodes, channels]; of an .npy it is mapped, of a table float32.
+
+    Args:
+        beside: other parts with a row for each node, whose number tells whether a first row
+            0, 1, 2, … is a header.
+    """
+    array = part.array(np.float32)
+    part.check_index()
+    part.check_rows(array)
     if array.dtype.kind not in "fiub" or array.ndim != 2:
         raise UserError(
             f"{part.where}: expected numbers [nodes, channels], "
             f"got {array.dtype} {list(array.shape)}"
         )
+    if part.form.is_numbered and part.rows is None and array.shape[1] > 1:
+        sizes = [(len(other.words()), other.form.is_numbered) for other in beside]
+        array = part.without_header(array, sizes, "0, 1, 2, …, is the features of a node")
     if not array.size:
         raise UserError(f"{part.where}: expected nodes and channels, got {list(array.shape)}")
     return torch.from_numpy(array)
-
-
-def without_header(x: Tensor, part: Part, others: Sequence[Part]) -> Tensor:
-    """Features without a first row 0, 1, 2, … that is a header, as their number says beside that of
-    other parts with a row for each node.
-
-    Raises:
-        UserError: it may be either.
-    """
-    if x.shape[1] < 2 or not part.is_numbered:
-        return x
-    sizes = [(len(other.words()[0]), other) for other in others]
-    if any(size == len(x) - 1 for size, _ in sizes):
-        part.skipped = 1
-        return x[1:]
-    if any(size == len(x) and not other.is_numbered for size, other in sizes):
-        return x
-    raise UserError(
-        f"{part.where}: the first row, 0, 1, 2, …, is the features of a node, or a header of "
-        "columns without names; write a header of words"
-    )
 
 
 def read_names(part: Part, count: int | None = None) -> list[str]:
@@ -56,7 +45,7 @@ def read_names(part: Part, count: int | None = None) -> list[str]:
     Args:
         count: how many are expected; of one more the first is a header.
     """
-    words, _ = part.words(count)
+    words = part.words(count)
     if words.ndim != 1 or words.dtype.kind == "f":
         raise UserError(f"{part.where}: expected a name per row, got {list(words.shape)}")
     named = [str(name) for name in words.tolist()]
@@ -78,12 +67,12 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
         count: of the nodes.
         classes: their names; none: of names in the file these, sorted, of numbers none.
     """
-    words, place = part.words(count)
+    words = part.words(count)
     found, labels = list(classes), numbers_of(words)
     if labels.ndim == 1 and len(labels) != count:
         raise UserError(f"{part.where}: expected {count} labels, one per node, got {len(labels)}")
     if labels.ndim == 1 and words.dtype.kind == "U":
-        _refuse_two_spellings(words, labels, place)
+        _refuse_two_spellings(part, words, labels)
     if labels.dtype.kind in "Ub" and labels.ndim == 1:
         names, numbers = np.unique(labels.astype(str), return_inverse=True)
         found = found or [n for n in names.tolist() if n.lower() not in (*NO_LABEL, *UNCLEAR)]
@@ -92,11 +81,11 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
             node = int((numbers == number).argmax())
             if name not in number_of and name.lower() in UNCLEAR:
                 raise UserError(
-                    f"{place(node)}: {name!r} is a class, or no label; for a class name all of "
-                    "them in classes.csv, for no label write -1"
+                    f"{part.place_of(node)}: {name!r} is a class, or no label; for a class name "
+                    "all of them in classes.csv, for no label write -1"
                 )
             if name not in number_of and name.lower() not in NO_LABEL:
-                raise UserError(f"{place(node)}: {name!r} is not the name of a class")
+                raise UserError(f"{part.place_of(node)}: {name!r} is not the name of a class")
         labels = np.array([number_of.get(name, -1) for name in names.tolist()])[numbers]
     if labels.dtype.kind == "f":  # as OGB's binary files, where nan is no label
         no_label = np.isnan(labels)
@@ -111,21 +100,19 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
     if labels.min() < -1:
         node = int(labels.argmin())
         raise UserError(
-            f"{place(node)}: node {node} is of class {labels[node]}, "
+            f"{part.place_of(node)}: node {node} is of class {labels[node]}, "
             "expected one from 0 on, or -1 for none"
         )
     if found and labels.max() >= len(found):
         node = int(labels.argmax())
         raise UserError(
-            f"{place(node)}: node {node} is of class {labels[node]}, "
+            f"{part.place_of(node)}: node {node} is of class {labels[node]}, "
             f"but {len(found)} classes have names"
         )
     return torch.from_numpy(np.array(labels, np.int64)), found
 
 
-def _refuse_two_spellings(
-    words: np.ndarray, labels: np.ndarray, place: Callable[[int], str]
-) -> None:
+def _refuse_two_spellings(part: Part, words: np.ndarray, labels: np.ndarray) -> None:
     """UserError if words that are one number, as 01 and 1, may be two classes; 1.0 is 1."""
     if labels.dtype.kind == "U":
         return
@@ -134,8 +121,8 @@ def _refuse_two_spellings(
         plain, number = re.sub(r"\.0*$", "", str(word).strip()), float(labels[node])
         if spelled.setdefault(number, plain) != plain and not np.isnan(number):
             raise UserError(
-                f"{place(int(node))}: {plain!r} and {spelled[number]!r} are one class or two; "
-                "write one of them, or names that are no numbers"
+                f"{part.place_of(int(node))}: {plain!r} and {spelled[number]!r} are one class or "
+                "two; write one of them, or names that are no numbers"
             )
 
 
@@ -148,9 +135,9 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
         count: of the nodes.
         names: of the nodes, to their numbers; None: text gives the numbers.
     """
-    if names is not None and part.is_text:
-        refuse_commented(part.path, names)
-    words, place = part.words(count)
+    if names is not None and isinstance(part, Text):
+        part.refuse_commented(names)
+    words = part.words(count)
     if names is not None and part.is_table and words.dtype.kind in "iuf":
         words = words.astype(str)  # Parquet holds as numbers what text does not tell from names
     values = _truths(numbers_of(words))
@@ -171,8 +158,8 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
             f"got {list(values.shape)}"
         )
     elif words.ndim == 1 and "U" in (values.dtype.kind, words.dtype.kind if names else ""):
-        has_header = part.may_have_header and values.dtype.kind == "U"
-        values = _numbers_of(words, place, names, has_header)
+        has_header = part.form.may_have_header and values.dtype.kind == "U"
+        values = _nodes_of(part, words, names, has_header)
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise UserError(
             f"{part.where}: expected numbers of nodes, or a mask bool [{count}] or "
@@ -183,9 +170,10 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
     wrong = ((values < 0) | (values >= count)).nonzero()[0]
     if len(wrong):
         row = int(wrong[0])
-        where = place(row) if part.is_table else f"{part.where}, place {row}"
+        where = part.place_of(row) if part.is_table else f"{part.where}, place {row}"
         raise UserError(f"{where}: there is no node {values[row]}: expected 0 to {count - 1}")
-    part.say_if_numbered("a node")
+    if part.form.is_numbered:
+        rank_zero_info(f"{part.where}: the first row is read as a node, not as a header")
     node, times = np.unique(values, return_counts=True)
     if len(node) < len(values):
         again = node[times > 1][0]
@@ -207,19 +195,18 @@ def _is_binary(values: np.ndarray) -> bool:
     return bool(values.size) and bool(np.isin(values, (0, 1)).all())
 
 
-def _numbers_of(
-    words: np.ndarray,
-    place: Callable[[int], str],
-    names: Mapping[str, int] | None,
-    may_have_header: bool,
+def _nodes_of(
+    part: Part, words: np.ndarray, names: Mapping[str, int] | None, may_have_header: bool
 ) -> np.ndarray:
-    """Of nodes by their names, or of words of which some are no numbers; of names the first may be
-    a header."""
+    """The numbers of nodes given by name, of which the first may be a header; UserError without
+    names, as some word is no number."""
     if names is None:
         wrong = next(n for n in range(len(words)) if numbers_of(words[n : n + 1]).dtype.kind == "U")
-        raise UserError(f"{place(wrong)}: expected the number of a node, got {str(words[wrong])!r}")
+        raise UserError(
+            f"{part.place_of(wrong)}: expected the number of a node, got {str(words[wrong])!r}"
+        )
     unknown = [number for number, word in enumerate(words.tolist()) if word not in names]
     if unknown and not (may_have_header and unknown == [0]):
         wrong = unknown[may_have_header and unknown[0] == 0]
-        raise UserError(f"{place(wrong)}: {str(words[wrong])!r} is not the name of a node")
+        raise UserError(f"{part.place_of(wrong)}: {str(words[wrong])!r} is not the name of a node")
     return np.array([names[word] for word in words[len(unknown) :].tolist()], np.int64)

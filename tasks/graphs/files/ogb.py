@@ -9,10 +9,10 @@ from torch_geometric.data import Data
 from attnkit.core.arguments import existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.graphs.data import GraphDataModule
-from attnkit.tasks.graphs.files.arrays import Part, Parts
+from attnkit.tasks.graphs.files.arrays import Parts, part_of
 from attnkit.tasks.graphs.files.edges import read_edges
 from attnkit.tasks.graphs.files.nodes import read_features, read_labels, read_mask
-from attnkit.tasks.graphs.files.tables import line_of, named_rows, table
+from attnkit.tasks.graphs.files.part import Part
 
 SPLIT_FILES = {"train": "train", "val": "valid", "test": "test"}
 
@@ -24,7 +24,7 @@ class OGBFilesData(GraphDataModule):
     `raw/edge.csv.gz`, `node-feat.csv.gz`, `node-label.csv.gz`, `num-node-list.csv.gz` and
     `num-edge-list.csv.gz`, or `raw/data.npz` and `node-label.npz`; `split/<name>/train.csv.gz`,
     `valid.csv.gz` and `test.csv.gz`; the names of classes in `mapping/`; and of edges that carry
-    features `raw/edge-feat.csv.gz`. Text is read in blocks; features are in memory. Never writes
+    features `raw/edge-feat.csv.gz`. Text is read line by line; features are in memory. Never writes
     there.
 
     Edges are as in the files. OGB itself adds the reverse of ogbn-products' (`undirected`); those
@@ -56,7 +56,7 @@ class OGBFilesData(GraphDataModule):
         self.root = existing("root", root, folder=True)
         self.split_name = split_name
         self.undirected = undirected
-        self._features: Path | None = None
+        self._features: Part | None = None
 
     def load(self) -> Data:
         raw = self.root / "raw"
@@ -77,13 +77,11 @@ class OGBFilesData(GraphDataModule):
         return Data(x=x, y=y, **found)
 
     def place_of(self, node: int) -> str:
-        if self._features is None:
-            return super().place_of(node)
-        return f"{self._features}{line_of(self._features, node)}"
+        return super().place_of(node) if self._features is None else self._features.node_place(node)
 
     def _text(self, raw: Path) -> tuple[int, Part, Part | None, Any]:
         counts = {
-            kind: table(_path(raw, f"num-{kind}-list.csv.gz"), np.int64, 1)
+            kind: _file(raw, f"num-{kind}-list.csv.gz").array(np.int64, 1)
             for kind in ("node", "edge")
         }
         for kind, count in counts.items():
@@ -91,8 +89,7 @@ class OGBFilesData(GraphDataModule):
                 path = raw / f"num-{kind}-list.csv.gz"
                 raise UserError(f"{path}: expected the size of one graph, got {len(count)}")
         nodes, num_edges = (int(counts[kind][0, 0]) for kind in ("node", "edge"))
-        features = _file(raw, "node-feat.csv.gz", rows=nodes)
-        self._features = features.path
+        features = self._features = _file(raw, "node-feat.csv.gz", rows=nodes)
         edges = _file(raw, "edge.csv.gz", rows=num_edges)
         has_carried = any((raw / f"edge-feat.csv{gz}").is_file() for gz in (".gz", ""))
         carried = _file(raw, "edge-feat.csv.gz", rows=num_edges) if has_carried else None
@@ -100,16 +97,13 @@ class OGBFilesData(GraphDataModule):
 
     def _binary(self, raw: Path) -> tuple[int, Part, Part | None, Any]:
         parts = Parts(raw / "data.npz")
-        x = read_features(parts.expect("node_feat"))
+        self._features = parts.expect("node_feat")
+        x = read_features(self._features)
         return len(x), parts.expect("edge_index"), parts.find("edge_feat"), x
 
     def _split_folder(self) -> Path:
         folder = self.root / "split"
-        found = (
-            sorted(path.name for path in folder.iterdir() if path.is_dir())
-            if folder.is_dir()
-            else []
-        )
+        found = sorted(path.name for path in folder.glob("*") if path.is_dir())
         if self.split_name is None and len(found) == 1:
             return folder / found[0]
         if self.split_name not in found:
@@ -124,18 +118,13 @@ class OGBFilesData(GraphDataModule):
         found = sorted((self.root / "mapping").glob("labelidx2*.csv.gz"))
         if len(found) != 1:
             return []
-        rows = [",".join(fields[1:]) for fields, _ in named_rows(found[0])][1:]
+        rows = [",".join(fields[1:]) for fields, _ in part_of(found[0]).fields()][1:]
         return rows if len(set(rows)) == len(rows) else []
 
 
-def _path(folder: Path, name: str) -> Path:
+def _file(folder: Path, name: str, rows: int | None = None) -> Part:
     """The file, packed or not."""
     for path in (folder / name, folder / name.removesuffix(".gz")):
         if path.is_file():
-            return path
+            return part_of(path, rows=rows)
     raise UserError(f"data.root: {folder} has no {name}")
-
-
-def _file(folder: Path, name: str, rows: int | None = None) -> Part:
-    path = _path(folder, name)
-    return Part(str(path), path=path, rows=rows)

@@ -11,15 +11,15 @@ from attnkit.core.arguments import held_out
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.graphs.checks import SPLITS
 from attnkit.tasks.graphs.data import GraphDataModule
-from attnkit.tasks.graphs.files.arrays import Part, Parts
+from attnkit.tasks.graphs.files.arrays import Parts
 from attnkit.tasks.graphs.files.edges import read_edges
 from attnkit.tasks.graphs.files.nodes import (
     read_features,
     read_labels,
     read_mask,
     read_names,
-    without_header,
 )
+from attnkit.tasks.graphs.files.part import Part
 from attnkit.tasks.graphs.splits import random_masks
 
 CARRIED = {
@@ -53,7 +53,7 @@ class GraphFilesData(GraphDataModule):
     a name that counts the nodes may be either, and is refused. An `.npy` of features is
     mapped: with a `batch_size` only the rows of a batch are read, after one pass in which all are
     checked to be finite; `normalize_features` and `sparse_features` read it into memory. Text is
-    read in blocks. Nothing is unpickled, and nothing written.
+    read line by line. Nothing is unpickled, and nothing written.
 
     A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. A label that is empty is
     none, as −1 and nan are.
@@ -99,7 +99,7 @@ class GraphFilesData(GraphDataModule):
         part = self._features = parts.expect("features", "x")
         nodes, classes = parts.find("nodes"), parts.find("classes")
         labels = parts.find("labels", "y") if self.predicts else parts.expect("labels", "y")
-        x = without_header(read_features(part), part, [p for p in (nodes, labels) if p])
+        x = read_features(part, [p for p in (nodes, labels) if p])
         names, count = None, len(x)
         if nodes:
             self.node_names = read_names(nodes, count)
@@ -132,11 +132,7 @@ class GraphFilesData(GraphDataModule):
         return Data(x=x, y=y, **edges, **found)
 
     def place_of(self, node: int) -> str:
-        if self._features is None:
-            return super().place_of(node)
-        if self._features.is_table:
-            return self._features.place_of(node)
-        return f"{self._features.where}: node {node}"
+        return super().place_of(node) if self._features is None else self._features.node_place(node)
 
     def label_of(self, node: int) -> str:
         return super().label_of(node) if self._labels is None else self._labels.place_of(node)
