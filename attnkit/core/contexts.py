@@ -134,8 +134,9 @@ def compiled() -> Iterator[None]:
     """In the block compiled functions run compiled, also inside `uncompiled`: for programs of ours
     that hold all scores in memory when they are not compiled.
 
-    Modes that see torch's functions are off, since torch.compile would trace them, and compiles
-    nothing where it cannot. While it lasts, compiled modules of other threads run compiled, too.
+    Modes that see torch's functions are off: torch.compile would trace them, and where it cannot it
+    compiles nothing. While it lasts, compiled modules of other threads run compiled, too. A stance
+    that was set inside the block of `uncompiled` is "force_eager" afterwards.
     """
     with _paused("stance"), ExitStack() as stack:
         while torch._C._len_torch_function_stack():

@@ -123,6 +123,7 @@ class GraphDataModule(SplitData):
         self.class_names: list[str] = []
         self.node_names: list[str] | None = None
         self._graph: Data | None = None
+        self._held: dict[str, Any] = {}
         self._has_trained = False
         self._keys: Tensor | None = None
         self._num_splits = 0
@@ -176,7 +177,7 @@ class GraphDataModule(SplitData):
                 f"data: expected {data.num_nodes} node_names, one for each node, "
                 f"got {len(self.node_names)}"
             )
-        self._graph, self._whole = data, copy(data)
+        self._graph = data
         if self.predicts:
             self.class_names = []  # those of the module count
         elif not self.class_names:
@@ -207,6 +208,17 @@ class GraphDataModule(SplitData):
         if self._graph is None:
             raise RuntimeError("call setup() before graph")
         return self._graph
+
+    @property
+    def _whole(self) -> Data:
+        """The batch that is the graph: a copy, since PyG moves a graph to a device in place. It is
+        one for all stages, so that a GPU holds it once, as long as the graph holds the same."""
+        holds = self.graph.to_dict()
+        if self._held.keys() != holds.keys() or any(
+            self._held[name] is not value for name, value in holds.items()
+        ):
+            self._held, self._batch = holds, copy(self.graph)
+        return self._batch
 
     @property
     def num_splits(self) -> int:

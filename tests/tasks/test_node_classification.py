@@ -82,6 +82,11 @@ def test_a_device_takes_the_batch_and_leaves_the_graph():
     for batch in batches:
         batch.to("meta")
     assert batches[0] is batches[1]  # moved once
+    data.graph.x = torch.zeros(97, 5)  # what is replaced after setup is trained on
+    (batch,) = data.train_dataloader()
+    assert batch.x is data.graph.x
+    with pytest.raises(RuntimeError, match="call setup"):
+        Random().train_dataloader()
     assert {tensor.device.type for tensor in data.graph.to_dict().values()} == {"cpu"}
     assert data.training_keys().device.type == "cpu"
 

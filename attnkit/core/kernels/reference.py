@@ -46,6 +46,7 @@ def reference_attention(inputs: Inputs) -> Tensor:
 
 
 def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
+    edges.check_nodes()
     source, target = edges.edge_index
     value = inputs.value[:, :, source]
     features = inputs.edge_features
@@ -59,6 +60,7 @@ def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
 
 def scores_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
     """score(q_i, k_j + W_k e_ij) + b_ij + bias_ij, [batch, heads, edges]."""
+    edges.check_nodes()
     source, target = edges.edge_index
     query, key = inputs.query[:, :, target], inputs.key[:, :, source]
     features = inputs.edge_features

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.base import Mask, register
-from attnkit.core.masks.kept import Made, as_counted, kept
+from attnkit.core.masks.kept import Made, as_counted, has_values, kept
 from attnkit.core.scores.kinds import moved
 
 
@@ -135,6 +135,13 @@ class Edges(Mask):
         """The edges as kernels read them."""
         return self._kept("_adjacency", self._sort)
 
+    def check_nodes(self) -> None:
+        """IndexError where a node is not there any more: for those who read the numbers as they
+        stand, to whom −1 is the last node. On a GPU a write that torch counts makes other `Edges`.
+        """
+        if self.edge_index.is_cpu and has_values(self.edge_index.device):
+            self._check_range()
+
     def _sort(self) -> Adjacency:
         self._check_range()  # the numbers may be others than those that __post_init__ saw
         return Adjacency.of(self.edge_index, *self.sizes)
@@ -187,6 +194,7 @@ class Edges(Mask):
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         if torch.compiler.is_exporting():  # ONNX has no searchsorted
             return self.dense(num_queries, num_keys, query.device)[0, 0][query, key]
+        self.check_nodes()
         source, target = self.edge_index.to(query.device).long()
         pairs = (target * num_keys + source).sort().values
         wanted = query * num_keys + key
@@ -195,6 +203,7 @@ class Edges(Mask):
         return pairs[torch.searchsorted(pairs, wanted).clamp(max=pairs.shape[0] - 1)] == wanted
 
     def dense(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        self.check_nodes()
         source, target = self.edge_index.to(device)
         allowed = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=device)
         allowed[target, source] = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -30,9 +29,9 @@ class Sorted(NamedTuple):
 def sort_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> Sorted | None:
     """Both orders of edge_index [2, edges], sources in row 0; the edges of one node stay in theirs.
 
-    None where torch has to: without numba, for anything but plain int32 or int64 on a CPU, for so
-    few edges that it does not pay or so many that int32 does not count them, and where a node is
-    not there.
+    None where torch has to: without a numba that works, for anything but plain int32 or int64 on a
+    CPU, for so few edges that it does not pay or so many that int32 does not count them, and where
+    a node is not there.
     """
     num_edges = edge_index.shape[1]
     if not is_plain(edge_index) or edge_index.dtype not in (torch.int32, torch.int64):
@@ -65,4 +64,8 @@ def sort_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> Sorted
 
 @cache
 def _is_there() -> bool:
-    return find_spec("numba") is not None
+    try:
+        import numba  # noqa: F401
+    except ImportError:  # also where it does not go together with NumPy
+        return False
+    return True

@@ -243,7 +243,8 @@ class GATHeads(GraphHeads):
         these vectors [heads, channels], each [heads, nodes, 1].
 
         It is one matrix product for all heads and vectors, with zeros outside of a head's
-        channels: a product for each head takes two to three times as long.
+        channels: a product for each head takes two to three times as long. Where a head's values
+        are not finite, the scores of all heads are NaN, since 0 · ∞ is.
         """
         stacked = torch.stack(vectors)
         eye = torch.eye(self.heads, dtype=stacked.dtype, device=stacked.device)
