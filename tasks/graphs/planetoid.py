@@ -1,7 +1,6 @@
 """Cora, CiteSeer and PubMed, from the files of the Planetoid repository."""
 
 import hashlib
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.utils import coalesce, remove_self_loops
+from torch_geometric.io.planetoid import edge_index_from_dict
 
 from attnkit.core.arguments import choice, existing
 from attnkit.lightning.errors import UserError
@@ -117,18 +116,9 @@ def _assembled(tested: Tensor, tx: Any, allx: Any, y: Any, ty: Any, ally: Any, g
     return Data(
         x=to_sparse_csr(x.coalesce()),
         y=torch.from_numpy(one_hot.argmax(axis=1)),
-        edge_index=_edges(graph, count),
+        edge_index=edge_index_from_dict(graph, count),
         **masks(count, torch.arange(len(y)), torch.arange(NUM_VAL) + len(y), tested),
     )
-
-
-def _edges(graph: dict[int, list[int]], count: int) -> Tensor:
-    """Each edge once and by its target, without the loops that some files have."""
-    counts = [len(neighbors) for neighbors in graph.values()]
-    sources = np.repeat(np.fromiter(graph, np.int64), counts)
-    targets = np.fromiter(chain.from_iterable(graph.values()), np.int64)
-    edges, _ = remove_self_loops(torch.from_numpy(np.stack([sources, targets])))
-    return coalesce(edges, num_nodes=count, sort_by_row=False)
 
 
 def _numbers(path: Path) -> Tensor:
