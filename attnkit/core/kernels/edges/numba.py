@@ -123,6 +123,8 @@ class _Job:
             for name, dim in dims.items()
             if (tensor := getattr(problem, name)) is not None
         }
+        if self.head_dim == self.value_dim and _are_one(problem.key, problem.value):
+            self.given["value"] = self.given["key"]  # as in GATv2: one table for both
         if self.is_dot:  # the kernels read a vector, and have no use for it
             self.given["vector"] = problem.query.new_zeros(1).expand(self.num_lanes, self.head_dim)
         if problem.edge_key is not None:  # a row for each feature
@@ -243,7 +245,10 @@ class _Job:
     def _near(self, lanes: slice, *names: str) -> dict[str, Tensor]:
         """The lanes' rows of given tensors that are read together, in no order: copies next to each
         other, where they are spread over much memory and each is read several times, or where two
-        tables would leave little of the last cache to what else is read."""
+        tables would leave little of the last cache to what else is read. One table that is key and
+        value is copied once."""
+        if names == ("key", "value") and self.given["key"] is self.given["value"]:
+            return dict.fromkeys(names, self._near(lanes, "key")["key"])
         found = {name: self.given[name][lanes] for name in names}
         tasks, count = [], lanes.stop - lanes.start
         are_vectors = all(rows.shape[2] % 8 == 0 for rows in found.values())
@@ -364,6 +369,14 @@ def _is_spread(rows: Tensor) -> bool:
     times a core's own cache."""
     spread = 4 * rows.shape[1] * rows.stride(1)
     return rows.stride(1) != rows.shape[2] and spread > 4 * caches().core
+
+
+def _are_one(first: Tensor, second: Tensor) -> bool:
+    """Whether these are the same numbers in the same memory."""
+    return first.data_ptr() == second.data_ptr() and (first.shape, first.stride()) == (
+        second.shape,
+        second.stride(),
+    )
 
 
 def _filled(tensor: Tensor, dim: int) -> Tensor:

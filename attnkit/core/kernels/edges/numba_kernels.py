@@ -276,7 +276,8 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                     largest = float32(-math.inf)
                     for edge in range(start, stop):
                         _fetch_source(graph, edge, key, given.key.row, row_bytes)
-                        _fetch_source(graph, edge, value, given.value.row, value_bytes)
+                        if value != key:  # else one table is both
+                            _fetch_source(graph, edge, value, given.value.row, value_bytes)
                         other = key + integer(graph.source, edge) * given.key.row
                         feature = _at(given.features, 0, edge)
                         if is_dot:
@@ -344,7 +345,8 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                     start, stop = integer(graph.offsets, node), integer(graph.offsets, node + 1)
                     for edge in range(start, stop):
                         _fetch_source(graph, edge, key, given.key.row, row_bytes)
-                        _fetch_source(graph, edge, value, given.value.row, value_bytes)
+                        if value != key:  # else one table is both
+                            _fetch_source(graph, edge, value, given.value.row, value_bytes)
                         source = integer(graph.source, edge)
                         other = key + source * given.key.row
                         feature = _at(given.features, 0, edge)

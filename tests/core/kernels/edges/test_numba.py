@@ -75,6 +75,35 @@ def assert_is_the_definition(inputs, make_options):
     return output
 
 
+@pytest.mark.parametrize("score", ["scaled_dot", "gatv2", "gat"])
+def test_a_table_that_is_key_and_value_is_copied_once(score, computed_in, monkeypatch):
+    """As GATv2 has it; the same bits as of two tables, and of gat, whose tables differ in width."""
+    names = []
+
+    def count(job, name, shape, make=edges_numba._Job._buffer):
+        names.append(name)
+        return make(job, name, shape)
+
+    monkeypatch.setattr(edges_numba._Job, "_buffer", count)
+    edges, found = Edges(random_graph(11, 13, 53), 11, 13), {}
+    for is_one in (True, False):
+        inputs, make = given(score, dtype=torch.float32)
+        query, key, _, *others = (tensor.detach().requires_grad_() for tensor in inputs)
+        value = key if is_one else key.clone()
+        options = {"score": make([query, key, value, *others]), "mask": edges}
+        names.clear()
+        output = attend(query, key, value, **options, backend="edges_numba")
+        copied = {name for name in names if name in ("key", "value", "key_value")}
+        output.square().sum().backward()
+        found[is_one] = [output, query.grad, key.grad], copied
+    for one, two in zip(found[True][0], found[False][0], strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-6)
+    if edges_numba.FEW == 0:  # in tasks
+        one = {"key"} if score != "gat" else {"key", "value"}
+        assert found[True][1] == one
+        assert found[False][1] == (one if score == "gat" else {"key_value"})
+
+
 @pytest.mark.parametrize(
     ("graph", "score", "computed_in"),
     with_third(graphs(), SCORES, ("one task", "tasks")),
