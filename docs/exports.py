@@ -49,7 +49,7 @@ def models() -> dict[str, tuple[str, ...]]:
     found["model=cnn backbone=timm (test_resnet)"] = (
         "task=spatial", "attention=se", "backbone=timm", "backbone.name=test_resnet",
     )  # fmt: skip
-    for name in ("gat", "gatv2", "gat_sep", "graph_transformer", "exphormer", "sgformer"):
+    for name in ("gat", "gatv2", "gat_sep", "graph_transformer", "exphormer", "gps", "sgformer"):
         found[f"model={name}"] = (
             "task=graph", f"model={name}", "model.hidden_channels=16", "model.heads=2",
             "model.num_layers=2",
