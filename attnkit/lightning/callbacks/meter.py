@@ -27,8 +27,9 @@ def num_samples(batch: Any) -> int:
     for leaf in leaves(batch):
         if isinstance(nodes := getattr(leaf, "num_nodes", None), int):
             y, ptr = getattr(leaf, "y", None), getattr(leaf, "ptr", None)
-            is_of_graphs = y is not None and ptr is not None and len(y) == len(ptr) - 1
-            return len(y) if is_of_graphs else nodes
+            if y is not None and ptr is not None and len(y) == len(ptr) - 1:
+                return len(y)
+            return nodes
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return len(leaf)
     raise ValueError(f"batch: found no tensor with a batch dimension in a {type(batch).__name__}")

@@ -154,8 +154,8 @@ class GraphsDataModule(SplitData):
                 rank_zero_warn(f"data: no training graph has class {some}")
         elif (empty := y.isnan().all(dim=0)).any():
             number = int(empty.nonzero()[0])
-            name = self.class_names[number] if self.class_names else number
-            raise UserError(f"data: no graph of train has a value of {self.target[:-1]} {name}")
+            which = self.class_names[number] if self.class_names else number
+            raise UserError(f"data: no graph of train has a value of {self.target[:-1]} {which}")
         return splits
 
     @property

@@ -63,7 +63,7 @@ class TokenLists(DistributedSampler):
             self.lists[-1].append(number)
             nodes += sizes[number]
 
-    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[list[int]]:
         return iter(self.lists)
 
     def __len__(self) -> int:
