@@ -15,7 +15,7 @@ from torch_geometric.nn import MessagePassing
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
-from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.remembered import remembered_edges
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.lightning import ClassificationModule, UserError
@@ -76,7 +76,6 @@ class NodeClassification(ClassificationModule):
             class_weights=class_weights,
         )
         self.in_channels = in_channels
-        self._edges: Edges | None = None
         self._parts: dict[str, GraphPart] = {}
 
     def metrics(self) -> dict[str, Metric]:
@@ -139,9 +138,9 @@ class NodeClassification(ClassificationModule):
             given["batch"] = batch.batch  # so that global attention stays in each graph
         if not getattr(self.model, "takes_edges", False):
             return self(batch.x, edge_index, **given)
-        if self._edges is None or self._edges.edge_index is not edge_index:
-            self._edges = Edges(edge_index, batch.num_nodes)
-        return self(batch.x, self._edges, **given)
+        # here and not in the model, which may be compiled
+        edges = remembered_edges(edge_index, batch.num_nodes, batch.num_nodes)
+        return self(batch.x, edges, **given)
 
     @torch.no_grad()
     def classify(self, batch: Data) -> dict[str, list[Any]]:
