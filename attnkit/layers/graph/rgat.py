@@ -16,6 +16,7 @@ from attnkit.layers.graph.typed_edges import (
     AttentionMechanism,
     TypedEdges,
     grouped,
+    remembered_typed_edges,
     split_heads,
 )
 
@@ -212,7 +213,7 @@ class RGATAttention(TypedAttention):
                 )
             edges = edge_index
         else:
-            edges = TypedEdges.remembered(edge_index, len(x), edge_type, self.num_relations)
+            edges = remembered_typed_edges(edge_index, len(x), edge_type, self.num_relations)
         weight = self._relation_weight()
         sources, targets = edges.sources, edges.targets
         value = grouped(x.index_select(0, sources.node), sources.counts, weight)

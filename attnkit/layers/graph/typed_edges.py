@@ -108,28 +108,6 @@ class TypedEdges:
                 f"{type(edge_index).__name__} and {type(num_nodes).__name__}"
             )
 
-    @classmethod
-    def remembered(
-        cls,
-        edge_index: EdgesByType | Tensor,
-        num_nodes: Mapping[str, int] | int,
-        edge_type: Tensor | None = None,
-        num_types: int | None = None,
-    ) -> "TypedEdges":
-        """The object of these tensors that an earlier call made, or a new one.
-
-        The tensors and sizes are compared with those of then, as `remembered_edges` does it.
-        """
-
-        def make() -> TypedEdges:
-            return cls(edge_index, num_nodes, edge_type, num_types)
-
-        if isinstance(edge_index, Mapping) and isinstance(num_nodes, Mapping):
-            key = *edge_index, *num_nodes.items()
-            return remembered_of([*edge_index.values()], key, make)
-        # kept with the types: GraphAttention keeps its `Edges` with the edges
-        return remembered_of([edge_type, edge_index], (num_nodes, num_types), make)
-
     def _read_types(self, edge_index: EdgesByType, num_nodes: Mapping[str, int]) -> None:
         self.nodes, self.num_nodes = {}, 0
         for name, number in num_nodes.items():
@@ -252,6 +230,27 @@ class TypedEdges:
         return dict(zip(self.edge_types, rows.split(self.counts), strict=True))
 
 
+def remembered_typed_edges(
+    edge_index: EdgesByType | Tensor,
+    num_nodes: Mapping[str, int] | int,
+    edge_type: Tensor | None = None,
+    num_types: int | None = None,
+) -> TypedEdges:
+    """`TypedEdges` of these tensors, the object that an earlier call made or a new one.
+
+    Tensors and sizes are compared with those of then, as `remembered_edges` does it.
+    """
+
+    def make() -> TypedEdges:
+        return TypedEdges(edge_index, num_nodes, edge_type, num_types)
+
+    if isinstance(edge_index, Mapping):
+        nodes = tuple(num_nodes.items()) if isinstance(num_nodes, Mapping) else num_nodes
+        return remembered_of([*edge_index.values()], (*edge_index, nodes), make)
+    # kept with the types: GraphAttention keeps its `Edges` with the edges
+    return remembered_of([edge_type, edge_index], (num_nodes, num_types), make)
+
+
 def as_typed_edges(
     edge_index: EdgesByType | TypedEdges, x: NodesByType, metadata: Metadata
 ) -> tuple[TypedEdges, list[int]]:
@@ -267,7 +266,7 @@ def as_typed_edges(
             raise ValueError(f"x_dict: expected [nodes, channels] of {name!r}, got {given}")
         num_nodes[name] = len(nodes)
     if not isinstance(edge_index, TypedEdges):
-        edge_index = TypedEdges.remembered(edge_index, num_nodes)
+        edge_index = remembered_typed_edges(edge_index, num_nodes)
     elif {name: nodes.stop - nodes.start for name, nodes in edge_index.nodes.items()} != num_nodes:
         raise ValueError(
             f"edge_index_dict: TypedEdges is of other nodes than x_dict, which has {num_nodes}"
