@@ -455,7 +455,7 @@ def graphs():
     yield called(layers.SparseLinear(18, 78).forward, x.to_sparse_csr())
     yield called(attnkit.GAT(18, 16, 31, edge_dim=17).forward, x, *graph)
     for model in (attnkit.SGFormer(18, 16, 31), attnkit.Polynormer(18, 16, 31)):
-        yield called(model.forward, x, edge_index, batch=torch.zeros(19).long())
+        yield called(model.forward, x, edge_index, batch=torch.zeros(19).long(), but={"rows": 19})
     inputs, labels = (x, *graph), torch.arange(19) % 31
     model = attnkit.GAT(18, 16, 31, edge_dim=17)
     yield called(attnkit.diagnose_attention, model, inputs, labels=labels)

@@ -65,7 +65,7 @@ def sort_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> Sorted
 @cache
 def _is_there() -> bool:
     try:
-        import numba  # noqa: F401
+        from attnkit.core.operators import sorting_kernels  # noqa: F401
     except ImportError:  # also where it does not go together with NumPy
         return False
     return True

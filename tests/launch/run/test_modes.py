@@ -55,7 +55,7 @@ CHANGED = {
     "record": "record.metric=val/accuracy",
     "reproduce": "reproduce.minutes=1",
 }
-FREE = {"run", "task", "allow", "vars"}
+FREE = {"run", "task", "level", "allow", "vars"}
 RUNS = [k for k in MODES.values() if k.is_run or k.name == "check"]
 
 
