@@ -12,11 +12,13 @@ from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch_geometric.data import Batch, Data
+from torchmetrics.functional.classification import binary_auroc
 
 import attnkit
 from attnkit.launch.main import main
 from attnkit.lightning import ExactResume, UserError
 from attnkit.lightning.callbacks.meter import num_samples
+from attnkit.lightning.modules.values import MeanOverLabels
 from attnkit.tasks.graphs import (
     DigitGridsData,
     DigitsGraphData,
@@ -322,6 +324,15 @@ BAD = {
     ),
     "expected edge_attr in every graph or in none": changed(0, edge_attr=torch.zeros(6, 2)),
     "no graphs": [],
+    "graph 1: expected a Data, got int": [some_graphs()[0], 7],
+    "graph 4: expected edge_index of int64 or int32, got torch.float32": changed(
+        4, edge_index=torch.zeros(2, 3)
+    ),
+    "graph 2: expected y as a tensor, got int": changed(2, y=1),
+    "graph 3: expected a class of 0 to [0-9]+, got 1000000000": changed(
+        3, y=torch.tensor([10**9])
+    ),
+    "no graph has a class": [Data(x=torch.ones(2, 3), edge_index=torch.zeros(2, 0).long())],
 }  # fmt: skip
 
 
@@ -360,6 +371,40 @@ def test_bad_splits_and_sizes_are_named():
         ready(batch_size=None, batch_nodes=10)
     with pytest.raises(ValueError, match="batch_nodes: replaces batch_size"):
         Made([], batch_size=3, batch_nodes=5)
+    with pytest.raises(UserError, match=r"expected graphs 0 to [0-9]+ for test, got 999 to 999"):
+        Made(some_graphs(), splits=parts | {"test": torch.tensor([999])}).setup()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("edge_attr", lambda edges: torch.full((edges, 2), torch.nan),
+         "graph 0: edge_attr of its edge 0 is not a finite number"),
+        ("edge_attr", lambda edges: torch.zeros(edges, 2, 2),
+         r"graph 0: expected edge_attr \[edges, channels\] of [0-9]+ edges, got"),
+        ("edge_weight", lambda edges: torch.zeros(edges, 2),
+         r"graph 0: expected edge_weight \[edges\] of [0-9]+ edges, got"),
+    ],
+)  # fmt: skip
+def test_what_edges_carry_is_checked(name, values, message):
+    graphs = some_graphs("classes")
+    for graph in graphs:
+        graph[name] = values(graph.num_edges)
+    with pytest.raises(UserError, match=message):
+        Made(graphs).setup()
+
+
+def test_targets_are_not_read_to_predict():
+    data = Made(changed(0, y="not known yet"))
+    data.setup("predict")
+    assert len(data.graphs) == len(some_graphs("classes"))
+
+
+def test_scores_of_confident_models():
+    """torchmetrics alone makes equal what is above 17."""
+    score = MeanOverLabels(binary_auroc)
+    score.update(torch.tensor([[20.0], [30.0], [40.0], [50.0]]), torch.tensor([[0], [0], [1], [1]]))
+    assert score.compute() == 1.0
 
 
 @pytest.mark.parametrize(

@@ -223,5 +223,12 @@ class MeanOverLabels(Metric):
         for given, right in zip(outputs.T, truth.T, strict=True):
             labels = right[~right.isnan()].long()
             if len(labels.unique()) == 2:
-                scores.append(self.score(given[~right.isnan()], labels, validate_args=False))
+                scores.append(self.score(_ranks(given[~right.isnan()]), labels))
         return torch.stack(scores).mean() if scores else outputs.new_tensor(torch.nan)
+
+
+def _ranks(outputs: Tensor) -> Tensor:
+    """From 0 to 1, in the order of the outputs: torchmetrics takes a sigmoid of what goes beyond 1,
+    in which large outputs are equal."""
+    ranks = outputs.unique(return_inverse=True)[1].double()
+    return ranks / ranks.max().clamp(min=1)

@@ -106,7 +106,7 @@ class GraphsDataModule(SplitData):
         if self._graphs is not None and (stage == "predict" or not self.predicts):
             return
         self.predicts = stage == "predict"
-        graphs = Graphs.of(self.load(), self.target, self.place_of)
+        graphs = Graphs.of(self.load(), None if self.predicts else self.target, self.place_of)
         if self.graph_names is not None and len(self.graph_names) != len(graphs):
             raise UserError(
                 f"data: expected {len(graphs)} graph_names, one for each graph, "
@@ -126,12 +126,25 @@ class GraphsDataModule(SplitData):
             name: GraphItems(graphs, part, self.batch_nodes)
             for name, part in self._splits(graphs).items()
         }
+        if self.class_names and len(self.class_names) != self.num_outputs:
+            raise UserError(
+                f"data: expected {self.num_outputs} class_names, got {len(self.class_names)}"
+            )
         if not self.class_names:
             self.class_names = [str(number) for number in range(self.num_outputs)]
 
     def _splits(self, graphs: Graphs) -> dict[str, Tensor]:
         """The numbers of the graphs of each split, whose targets are as they must be."""
         known = graphs.y >= 0 if self.target == "classes" else ~graphs.y.isnan().all(dim=1)
+        what = {"classes": "class", "labels": "label", "numbers": "number"}[self.target]
+        if not known.any():
+            raise UserError(f"data: no graph has a {what}")
+        largest = max(len(known), len(self.class_names))
+        if self.target == "classes" and int(graphs.y.max()) >= largest:
+            raise UserError(
+                f"{self.place_of(int(graphs.y.argmax()))}: expected a class of 0 to {largest - 1}, "
+                f"got {int(graphs.y.max())}"
+            )
         if self.given_splits is None:
             numbers = known.nonzero().flatten()
             strata = graphs.y[numbers] if self.target == "classes" else torch.zeros_like(numbers)
@@ -143,8 +156,12 @@ class GraphsDataModule(SplitData):
         for name, part in splits.items():
             if not len(part):
                 raise UserError(f"data: no graphs for {name}")
+            if int(part.min()) < 0 or int(part.max()) >= len(known):
+                raise UserError(
+                    f"data: expected graphs 0 to {len(known) - 1} for {name}, "
+                    f"got {int(part.min())} to {int(part.max())}"
+                )
             if len(unknown := part[~known[part]]):
-                what = {"classes": "class", "labels": "label", "numbers": "number"}[self.target]
                 raise UserError(f"{self.place_of(int(unknown[0]))}: it is of {name}, has no {what}")
         y = graphs.y[splits["train"]]
         if self.target == "classes":

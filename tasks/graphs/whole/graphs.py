@@ -41,13 +41,16 @@ class Graphs:
 
     @classmethod
     def of(
-        cls, graphs: Iterable[Data], target: Target, place_of: Callable[[int], str] | None = None
+        cls,
+        graphs: Iterable[Data],
+        target: Target | None,
+        place_of: Callable[[int], str] | None = None,
     ) -> Graphs:
         """The storage of graphs with x, edge_index and y, and maybe edge_attr and edge_weight.
 
         Args:
             graphs: `torch_geometric.data.Data` each; without y what it is to learn is unknown.
-            target: what y is: a class, or a row of labels or of numbers.
+            target: what y is: a class, or a row of labels or of numbers; None: it is not read.
             place_of: where a graph comes from, for a message.
 
         Raises:
@@ -57,6 +60,9 @@ class Graphs:
         found = list(graphs)
         if not found:
             raise UserError("data: there are no graphs")
+        for number, graph in enumerate(found):
+            if not isinstance(graph, Data):
+                raise UserError(f"{place_of(number)}: expected a Data, got {type(graph).__name__}")
         carried = [name for name in CARRIED if found[0].get(name) is not None]
         for number, graph in enumerate(found):
             if wrong := _fault(graph, found[0], carried):
@@ -75,9 +81,12 @@ class Graphs:
             ),
         )
         extra = {name: torch.cat([graph[name] for graph in found]).float() for name in carried}
-        if "edge_attr" in extra and extra["edge_attr"].ndim == 1:
-            extra["edge_attr"] = extra["edge_attr"][:, None]
-        y = joined_targets([graph.get("y") for graph in found], target, place_of)
+        if "edge_attr" in extra:
+            extra["edge_attr"] = extra["edge_attr"].view(len(extra["edge_attr"]), -1)
+        if "edge_weight" in extra:
+            extra["edge_weight"] = extra["edge_weight"].flatten()
+        targets = [None if target is None else graph.get("y") for graph in found]
+        y = joined_targets(targets, target or "classes", place_of)
         return cls(x, torch.cat(moved, dim=1).long(), node_starts, edge_starts, y, **extra)
 
     def __len__(self) -> int:
@@ -150,6 +159,9 @@ def joined_targets(
     found: Sequence[Tensor | None], target: Target, place_of: Callable[[int], str]
 ) -> Tensor:
     """The targets of all graphs as one tensor, see `Graphs.y`; a `UserError` names a wrong one."""
+    for number, y in enumerate(found):
+        if not isinstance(y, Tensor | None):
+            raise UserError(f"{place_of(number)}: expected y as a tensor, got {type(y).__name__}")
     known = next((y for y in found if y is not None), None)
     if target == "classes":
         for number, y in enumerate(found):
@@ -192,6 +204,8 @@ def _fault(graph: Data, first: Data, carried: Sequence[str]) -> str:
     if not isinstance(edge_index, Tensor) or edge_index.ndim != 2 or len(edge_index) != 2:
         got = "none" if edge_index is None else list(getattr(edge_index, "shape", []))
         return f"expected edge_index [2, edges], got {got}"
+    if edge_index.dtype not in (torch.int32, torch.int64):
+        return f"expected edge_index of int64 or int32, got {edge_index.dtype}"
     outside = (edge_index < 0) | (edge_index >= len(x))
     if outside.any():
         edge = int(outside.any(dim=0).nonzero()[0])
@@ -201,8 +215,18 @@ def _fault(graph: Data, first: Data, carried: Sequence[str]) -> str:
         values = graph.get(name)
         if (values is not None) != (name in carried):
             return f"expected {name} in every graph or in none"
-        if values is not None and len(values) != edge_index.shape[1]:
-            return f"expected {name} of {edge_index.shape[1]} edges, got {list(values.shape)}"
-        if values is not None and values.shape[1:] != first[name].shape[1:]:
-            return f"expected {name} as before, [edges, {first[name].shape[1:]}]"
+        if values is None:
+            continue
+        shape = list(values.shape)
+        wanted = "[edges]" if name == "edge_weight" else "[edges, channels]"
+        is_wide = name == "edge_weight" and shape[1:] not in ([], [1])
+        if not 1 <= len(shape) <= 2 or shape[0] != edge_index.shape[1] or is_wide:
+            return f"expected {name} {wanted} of {edge_index.shape[1]} edges, got {shape}"
+        if values.shape[1:] != first[name].shape[1:]:
+            return (
+                f"expected {name} as before, {list(first[name].shape[1:])} of an edge, got {shape}"
+            )
+        wrong = ~values.isfinite().reshape(shape[0], -1).all(dim=1)
+        if wrong.any():
+            return f"{name} of its edge {int(wrong.nonzero()[0])} is not a finite number"
     return ""
