@@ -112,6 +112,10 @@ def test_a_graph_alone_equals_itself_in_a_batch(name):
     for number, row in enumerate(together):
         alone = module.outputs(graphs.batch(torch.tensor([number])))
         torch.testing.assert_close(alone[0], row, **EXACT)
+        one = graphs.batch(torch.tensor([number]))
+        features = {"edge_attr": one.edge_attr} if name == "GraphTransformer" else {}
+        without = module.model(one.x, one.edge_index, **features)
+        torch.testing.assert_close(without, row[None], **EXACT)  # it is one graph
     assert together.std(dim=0).min() > 1e-4  # graphs differ
 
 
@@ -134,8 +138,8 @@ def test_every_model_pools_what_its_head_reads():
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_batches_by_tokens_hold_every_graph_once_and_are_as_many_in_every_epoch(world):
-    items = ready(batch_size=None, batch_nodes=13).sets["train"]
-    numbers = set()
+    items = ready(some_graphs() * 4, batch_size=None, batch_nodes=13).sets["train"]
+    numbers, orders = set(), set()
     for epoch in range(5):
         samplers = [TokenSampler(items, world, rank, seed=7) for rank in range(world)]
         for sampler in samplers:
@@ -143,11 +147,14 @@ def test_batches_by_tokens_hold_every_graph_once_and_are_as_many_in_every_epoch(
         parts = [list(sampler) for sampler in samplers]
         assert {len(part) for part in parts} == {len(sampler) for sampler in samplers}
         numbers.add(len(parts[0]))
+        orders.add(str(parts))
         lists = [one for part in parts for one in part]
         assert sorted(n for one in lists for n in one) == list(range(len(items)))
         most = max(int(items.sizes[one].sum()) for one in lists)
         assert most <= 13 + int(items.sizes.max())
     assert len(numbers) == 1
+    assert min(numbers) > 1
+    assert len(orders) == 5
 
 
 def test_cutting_gives_every_part_a_graph_and_about_the_same_nodes():
@@ -218,6 +225,11 @@ def test_numbers_are_predicted_in_the_units_of_the_data(tmp_path):
         known = values[:, column][~values[:, column].isnan()]
         torch.testing.assert_close(module.mean[column], known.mean())
         torch.testing.assert_close(module.deviation[column], known.std(unbiased=False))
+    batch = data.graphs.batch(torch.arange(3))
+    with torch.no_grad():
+        plain = module.eval().model(batch.x, batch.edge_index, batch=batch.batch)
+        expected = plain * module.deviation + module.mean
+        torch.testing.assert_close(module.outputs(batch), expected)
     truth = torch.tensor([[30.0, torch.nan]])
     expected = (module.mean[0] + module.deviation[0] - 30).abs() / module.deviation[0]
     found = module.losses(module.mean[None] + module.deviation[None], truth)

@@ -46,14 +46,13 @@ def reference_attention(inputs: Inputs) -> Tensor:
 
 
 def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
-    edges.check_nodes()
+    weights = F.dropout(softmax_of_edges(inputs, edges), inputs.dropout_p)
     source, target = edges.edge_index
     value = inputs.value[:, :, source]
     features = inputs.edge_features
     if features is not None and features.value_weight is not None:
         assert features.features is not None
         value = value + features.features @ features.value_weight.transpose(1, 2)
-    weights = F.dropout(softmax_of_edges(inputs, edges), inputs.dropout_p)
     output = value.new_zeros(*inputs.query.shape[:3], value.shape[3])
     return _added(output, target, weights[..., None] * value)
 

@@ -226,7 +226,7 @@ class GraphAttention(EdgeModule):
                 `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. The
                 edges of a tensor are sorted at its first call, for all layers and epochs, as long
                 as the tensor lives, and again where it was written to; on a GPU only an operator of
-                torch is noticed, and sparse matrices are read at every call.
+                torch is noticed, and sparse matrices there are read at every call.
             edge_attr: features of the edges; one channel may lack its dimension.
             size: the number of sources and of targets, where x does not tell it; else checked.
             return_attention_weights: give the weights too, as PyG's layers do.

@@ -1,7 +1,6 @@
 """The default graphs: the inked pixels of scikit-learn's digits; needs no network."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +25,6 @@ class DigitGridsData(GraphsDataModule):
 
     The arguments are those of `GraphsDataModule`.
     """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
 
     def load(self) -> Iterable[Data]:
         from sklearn.datasets import load_digits  # half a second that other data need not wait

@@ -1,5 +1,7 @@
 """Chunks hold every edge once, and parts of a node have the slots that are put together."""
 
+import sys
+
 import pytest
 import torch
 
@@ -100,6 +102,18 @@ def test_the_counting_sort_reads_no_node_that_is_not_there(node, monkeypatch):
         wrong = edges.clone()
         wrong[row, 5] = node
         assert sorting.sort_edges(wrong, 11, 11) is None
+
+
+def test_a_numba_that_cannot_be_imported_stops_nothing(monkeypatch):
+    """As one that does not go together with NumPy."""
+    edge_index = torch.randint(101, (2, 2 * sorting.LEAST_EDGES))
+    expected = orders(Adjacency.of(edge_index, 101, 101))
+    monkeypatch.setattr(sorting, "_is_there", sorting._is_there.__wrapped__)
+    monkeypatch.setitem(sys.modules, "attnkit.core.operators.sorting_kernels", None)
+    monkeypatch.delattr("attnkit.core.operators.sorting_kernels", raising=False)
+    assert sorting.sort_edges(edge_index, 101, 101) is None
+    for key, tensor in orders(Adjacency.of(edge_index, 101, 101)).items():
+        assert torch.equal(tensor, expected[key]), key
 
 
 def test_what_torch_sorts(monkeypatch):

@@ -146,6 +146,17 @@ def test_a_node_that_is_not_there_after_a_write(backend, loops, row, node):
         edges.adjacency  # noqa: B018
 
 
+def test_other_readers_name_a_node_that_is_not_there():
+    memory = graph()
+    edges = Edges(memory, NODES)
+    memory.numpy()[0, 3] = -1
+    with pytest.raises(IndexError, match="edge_index: the source nodes go from -1"):
+        edges.dense(NODES, NODES, torch.device("cpu"))
+    place = torch.zeros((), dtype=torch.long)
+    with pytest.raises(IndexError, match="edge_index: the source nodes go from -1"):
+        edges.allows(place, place, place, place, NODES, NODES)
+
+
 def test_what_is_remembered_goes_with_the_tensor():
     model, edge_index = Layers(), graph()
     model(X, edge_index).sum().backward()
