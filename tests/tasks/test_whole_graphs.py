@@ -241,6 +241,40 @@ def test_numbers_are_predicted_in_the_units_of_the_data(tmp_path):
     torch.testing.assert_close(metrics["rmse"].compute(), torch.tensor(12.5).sqrt())
 
 
+def test_what_is_explained_of_a_graph_has_its_answer():
+    seed_everything(1)
+    module = GraphClassification(model(edge_dim=2), num_classes=3).eval()
+    batch = Graphs.of(some_graphs(edge_dim=2), "classes").batch(torch.tensor([5, 1, 2]))
+    given = module.explained(batch)
+    assert (given.kind, given.graphs, given.truth.tolist()) == ("graphs", [5, 1, 2], [2, 1, 2])
+    for row, inputs in zip(module.outputs(batch), given.inputs, strict=True):
+        torch.testing.assert_close(module.model(**inputs)[0], row)
+    seen = attnkit.explain(given.model, given.inputs[2])
+    assert seen.method == "relevance"
+    assert seen.edges.shape == (14,)
+    lost = attnkit.explain(given.model, given.inputs[2], int(seen.target), "occlusion").edges
+    for edge in (0, 9):  # what an edge carries goes with it
+        rest = torch.arange(14) != edge
+        thin = given.inputs[2] | {
+            "edge_index": given.inputs[2]["edge_index"][:, rest],
+            "edge_attr": given.inputs[2]["edge_attr"][rest],
+        }
+        left = module.model(**thin)[0, int(seen.target)]
+        torch.testing.assert_close(seen.logit - left, lost[edge], atol=1e-5, rtol=1e-4)
+
+
+def test_graphs_without_edges_are_not_explained():
+    graphs = some_graphs()
+    graphs[4].edge_index = torch.empty(2, 0, dtype=torch.int64)
+    parts = {"train": [0, 1, 2], "val": [3, 5], "test": [4, 6, 7, 9, 10]}
+    data = ready(graphs, splits={name: torch.tensor(part) for name, part in parts.items()})
+    batch, how = data.to_explain(3)
+    assert batch.number.tolist() == [6, 7, 9]  # of classes 0, 1 and again 0, as 4 has no edges
+    assert how == "shown: 3 of 5 test graphs, from each class in turn"
+    with pytest.raises(UserError, match=r"explain.graphs: graph 4 has no edges, which are what"):
+        data.to_explain(3, [3, 4])
+
+
 def test_accuracy_of_a_test_is_that_of_its_graphs(tmp_path):
     data = ready(batch_size=2)
     module = GraphClassification(model(), num_classes=3).eval()

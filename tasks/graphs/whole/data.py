@@ -1,7 +1,7 @@
 """Data modules of many graphs, each with a class or values to learn."""
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 
 from attnkit.core.arguments import at_least, choice, held_out
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.protocols import by_turns
 from attnkit.lightning.resume.sampler import as_it_is, stratified_split
 from attnkit.tasks.graphs.checks import SPLITS
 from attnkit.tasks.graphs.whole.graphs import GraphItems, Graphs, Target
@@ -238,6 +239,38 @@ class GraphsDataModule(SplitData):
             f"{self.in_channels:,} features, {self.num_outputs} {self.target}; "
             f"{counts} graphs to train, validate, test"
         )
+
+    def to_explain(self, count: int, numbers: Sequence[int] | None = None) -> tuple[Data, str]:
+        """A batch of graphs for `run=explain`, and how they were chosen.
+
+        Args:
+            count: how many of the test data, of each class in turn.
+            numbers: of the graphs, instead of `count`.
+
+        Raises:
+            UserError: there is no such graph, or it has no edges, which are what is explained.
+        """
+        has_edges = self.graphs.edge_starts.diff() > 0
+        for number in numbers or ():
+            if not 0 <= number < len(self.graphs):
+                last = len(self.graphs) - 1
+                raise UserError(f"explain.graphs: expected numbers from 0 to {last}, got {number}")
+            if not has_edges[number]:
+                raise UserError(
+                    f"explain.graphs: graph {number} has no edges, which are what is explained; "
+                    "leave it out"
+                )
+        if numbers is not None:
+            return self.graphs.batch(torch.tensor(list(numbers))), ""
+        test = self.sets["test"].numbers
+        some = test[has_edges[test]]
+        if not len(some):
+            raise UserError("data: no graph of test has edges, which are what is explained")
+        places, how = list(range(min(count, len(some)))), "the first ones"
+        if self.target == "classes":
+            places, how = by_turns(self.graphs.y[some].tolist(), count), "from each class in turn"
+        shown = f"shown: {len(places)} of {len(test):,} test graphs, {how}"
+        return self.graphs.batch(some[places]), shown
 
     def predict_dataloader(self) -> EVAL_DATALOADERS:
         return self.loader("predict")

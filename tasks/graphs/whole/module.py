@@ -17,6 +17,7 @@ from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.values import ValuesModule
+from attnkit.lightning.protocols import Explained
 from attnkit.tasks.graphs.module import beside, check_channels, check_edges
 
 
@@ -192,6 +193,23 @@ class GraphClassification(WholeGraphs, ClassificationModule):
             "probability": probability.tolist(),
             **probability_columns(self.class_names, probabilities),
         }
+
+    def explained(self, batch: Data) -> Explained:
+        """What `attnkit.explain` is given of a batch: each graph by itself."""
+        inputs = []
+        for graph, start in enumerate(batch.ptr[:-1].tolist()):
+            edges = batch.batch[batch.edge_index[0]] == graph
+            given = {"x": batch.x[batch.batch == graph]}
+            given["edge_index"] = batch.edge_index[:, edges] - start
+            given |= {name: batch[name][edges] for name in beside(self.model, batch)}
+            inputs.append({**given, "batch": torch.zeros_like(batch.batch[batch.batch == graph])})
+        return Explained(
+            self.model,
+            inputs,
+            class_names=self.class_names,
+            truth=batch.y,
+            graphs=batch.number.tolist(),
+        )
 
     def facts(self) -> dict[str, Any]:
         return {"classes": self.class_names}
