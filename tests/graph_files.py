@@ -79,6 +79,23 @@ def own_arrays(nodes=97, edges=401):
     }
 
 
+SIZES = (3, 2, 5, 1, 4, 3)  # nodes of graphs
+
+
+def graphs_arrays(times=1):
+    """The parts of six graphs of one's own, or several times six, with their edges in no order."""
+    random = np.random.default_rng(0)
+    owners = np.repeat(np.arange(6 * times), SIZES * times)
+    pairs = np.argwhere((owners[:, None] == owners) & ~np.eye(len(owners), dtype=bool))
+    return {
+        "graphs": owners,
+        "features": random.standard_normal((len(owners), 3)).astype(np.float32),
+        "edges": random.permutation(pairs),
+        "edge_weight": random.random(len(pairs)).astype(np.float32),
+        "labels": np.array([0, 1, 1, 0, 2, 2] * times),
+    }
+
+
 def write_own(folder, arrays=None, ending="npy"):
     """A folder with a file for each part, .npy or text."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -52,6 +52,7 @@ TRAINED = [
     "task=vit model=vit_small optimizer=sgd scheduler=constant finetune=full trainer=cpu",
     "task=graph level=graph_values model=sgformer trainer=cpu",
     "task=graph level=graph data=pyg_graphs trainer=cpu",
+    "task=graph level=graph data=graphs_files trainer=cpu",
     "task=graph model=gat data=planetoid optimizer=adamw trainer=cpu",
     "task=graph model=exphormer data=graph_files trainer=cpu",
     "task=graph model=sgformer data=infection trainer=cpu",
@@ -211,6 +212,9 @@ def _arranged(run, graph_files, tmp_path, monkeypatch):
         command.append(f"data.root={tmp_path}")
     if data == "graph_files":
         command.append(f"data.root={graph_files.write_own(tmp_path / 'mine')}")
+    if data == "graphs_files":
+        made = graph_files.write_own(tmp_path / "mine", graph_files.graphs_arrays(4))
+        command.append(f"data.root={made}")
     if data == "ogb_files":
         graph_files.write_ogb(tmp_path / "ogb")
         command.append(f"data.root={tmp_path / 'ogb'}")

@@ -23,6 +23,7 @@ from attnkit.tasks.graphs.sampler import Sampled as Sampled
 from attnkit.tasks.graphs.sampler import sample_neighbors as sample_neighbors
 from attnkit.tasks.graphs.whole.data import GraphsDataModule as GraphsDataModule
 from attnkit.tasks.graphs.whole.digit_grids import DigitGridsData as DigitGridsData
+from attnkit.tasks.graphs.whole.files import GraphsFilesData as GraphsFilesData
 from attnkit.tasks.graphs.whole.module import GraphClassification as GraphClassification
 from attnkit.tasks.graphs.whole.module import GraphValues as GraphValues
 from attnkit.tasks.graphs.whole.pyg import PyGGraphsData as PyGGraphsData

@@ -226,7 +226,7 @@ def _fault(graph: Data, first: Data, carried: Sequence[str]) -> str:
             return (
                 f"expected {name} as before, {list(first[name].shape[1:])} of an edge, got {shape}"
             )
-        wrong = ~values.isfinite().reshape(shape[0], -1).all(dim=1)
+        wrong = ~values.isfinite()
         if wrong.any():
-            return f"{name} of its edge {int(wrong.nonzero()[0])} is not a finite number"
+            return f"{name} of its edge {int(wrong.nonzero()[0, 0])} is not a finite number"
     return ""
