@@ -241,6 +241,38 @@ def test_numbers_are_predicted_in_the_units_of_the_data(tmp_path):
     torch.testing.assert_close(metrics["rmse"].compute(), torch.tensor(12.5).sqrt())
 
 
+def test_all_predictions_have_a_column():
+    with pytest.raises(ValueError, match=r"class_names: expected names that differ.* 'name'; re"):
+        GraphValues(model(2), target="numbers", num_outputs=2, class_names=["size", "name"])
+    with pytest.raises(ValueError, match="got 'a'"):
+        GraphValues(model(2), target="labels", num_outputs=2, class_names=["a", "a"])
+    names = ["graph", *map(str, range(1000))]  # more than have a column each
+    module = GraphValues(model(1001), target="labels", num_outputs=1001, class_names=names)
+    batch = Graphs.of(some_graphs(), "classes").batch(torch.arange(2))
+    found = module.eval().classify(batch)["labels"]
+    wanted = module.outputs(batch).sigmoid()
+    for row, pairs in zip(wanted, found, strict=True):
+        assert [name for name, _ in pairs] == [names[n] for n in (row > 0.5).nonzero().flatten()]
+        assert all(p > 0.5 for _, p in pairs)
+        assert len(pairs) > 100
+
+
+def test_overfitting_validates_batches_by_tokens(tmp_path):
+    class Sees(GraphClassification):
+        def validation_step(self, batch, batch_idx):
+            self.seen.append(batch.number.tolist())
+
+    module = Sees(model(), num_classes=3)
+    module.seen = []
+    data = Made(some_graphs() * 4, batch_size=None, batch_nodes=13)
+    options = {"overfit_batches": 2, "max_epochs": 2, "enable_checkpointing": False}
+    trainer(tmp_path, num_sanity_val_steps=0, **options).fit(module, datamodule=data)
+    first, again = module.seen[:2], module.seen[2:]
+    assert first == again
+    assert first == [batch.number.tolist() for batch in data.loader("val")][:2]
+    assert max(map(len, first)) > 1
+
+
 def test_what_is_explained_of_a_graph_has_its_answer():
     seed_everything(1)
     module = GraphClassification(model(edge_dim=2), num_classes=3).eval()

@@ -2,6 +2,7 @@
 
 import inspect
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -253,13 +254,28 @@ class GraphValues(WholeGraphs, ValuesModule):
         )
         self.in_channels = in_channels
         self.targets = (target,)
+        columns = ("graph", "name") if target == "numbers" else ()
+        times = Counter([*self.class_names, *columns])
+        if wrong := [name for name in times if times[name] > 1]:
+            raise ValueError(
+                "class_names: expected names that differ, also from the columns graph and name of "
+                f"predictions.csv, got {wrong[0]!r}; rename it in the data"
+            )
 
     @torch.no_grad()
     def classify(self, batch: Data) -> dict[str, list[Any]]:
-        """Of each graph `p(<label>)`, the probability of each label, or each number by its name."""
+        """Of each graph `p(<label>)`, the probability of each label, or, of more than 1,000 labels,
+        `labels`, those above 0.5 with their probability; or each number by its name."""
         found = self.outputs(batch).float()
         if self.target == "labels":
-            return probability_columns(self.class_names, found.sigmoid())
+            rows, names = found.sigmoid(), self.class_names
+            likely = ((row > 0.5).nonzero().flatten().tolist() for row in rows)
+            return probability_columns(names, rows) or {
+                "labels": [
+                    [(names[place], float(row[place])) for place in places]
+                    for row, places in zip(rows.cpu(), likely, strict=True)
+                ]
+            }
         return dict(zip(self.class_names, found.T.tolist(), strict=True))
 
     def facts(self) -> dict[str, Any]:
