@@ -38,16 +38,19 @@ def test_commands(command, tmp_path, monkeypatch):
     assert ("task=rows" in words) != (tmp_path / "run" / "per_class.csv").exists()
 
 
-def test_a_graph(tmp_path, monkeypatch, capfd):
+def test_graphs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    (writes,) = [code for _, name, code in BLOCKS if name == "write_graph.py"]
-    (commands,) = [code.splitlines() for language, _, code in BLOCKS if language == "sh"]
-    exec(compile(writes, "write_graph.py", "exec"), {})
+    for _, name, code in BLOCKS:
+        if name.startswith("write_"):
+            exec(compile(code, name, "exec"), {})
+    scripts = [code for language, _, code in BLOCKS if language == "sh"]
+    commands = [command for script in scripts for command in script.splitlines()]
     for number, command in enumerate(commands):
         less = ["callbacks.steps.cost=false", "callbacks.curves=null", "callbacks.nodes=null"]
         quick = ["trainer.max_epochs=1", "logger.tensorboard=null", *less, f"run_dir={number}"]
         assert main([*shlex.split(command)[3:], *quick]) == 0, capfd.readouterr().err
     assert "cat" in Path("1/per_class.csv").read_text()
+    assert "odd" in Path("2/per_class.csv").read_text()
 
 
 def test_the_protocol():

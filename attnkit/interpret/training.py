@@ -217,7 +217,7 @@ class Interpret(Callback):
 
     def _looked(self, given: Explained, is_scored: bool) -> tuple[Figure, dict[str, float]]:
         """The picture, and the scores by name, without `val/`."""
-        if given.kind == "nodes":
+        if given.kind in ("nodes", "graphs"):
             raise UserError(
                 "Interpret: expected images or captions, got a graph; attnkit.explain explains "
                 "its nodes"

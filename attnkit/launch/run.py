@@ -290,24 +290,30 @@ class Run:
         """The numbers of results.json."""
         return folders.load_results(self.folder)
 
-    def explain(self, num_images: int = 8, **options: Any) -> Explanation:
+    def explain(
+        self, num_images: int = 8, *, graph: int | None = None, **options: Any
+    ) -> Explanation:
         """`attnkit.explain` of the first test data, or of a node of a graph by `index`.
 
         Args:
             num_images: how many images at most, from each class in turn.
+            graph: of many graphs the number of the one to explain; None: the first test graph.
             options: of `attnkit.explain`.
 
         Raises:
             UserError: the module does not say what is explained of a batch.
-            ValueError, TypeError: as `attnkit.explain`.
+            ValueError, TypeError: as `attnkit.explain`, or a graph of data without several.
         """
         from attnkit.interpret.explain import explain
         from attnkit.launch.modes.explain import chosen, explained_of
 
-        batch, _, _ = chosen(self, num_images)
+        batch, _, _ = chosen(self, num_images, None if graph is None else [graph])
         given = explained_of(self.module, batch, self.module.device)
+        if graph is not None and given.graphs is None:
+            raise TypeError(f"graph: expected none for {given.kind}, got {graph}")
         options = {"target": given.sentences, **options}
-        return explain(given.model, given.inputs, **options)
+        inputs = given.inputs if given.graphs is None else given.inputs[0]
+        return explain(given.model, inputs, **options)
 
     def loaded(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """Call a function of the trainer that loads the checkpoint; only plain data is read."""

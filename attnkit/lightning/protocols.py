@@ -49,17 +49,19 @@ class Explained:
                 return Explained(self, images, pictures=images, truth=labels)
 
     model: returns logits [batch, classes] of `inputs`; or a captioner; or a model of a graph.
-    inputs: images as the model takes them, or (x, edge_index) of a graph.
+    inputs: images as the model takes them; (x, edge_index) of a graph whose nodes are explained; or
+        of a model with one answer for a graph a list of these or of dictionaries of arguments.
     pictures: the images as people see them; None: a graph.
     class_names: of the classes, or of a graph's; empty: their numbers.
-    truth: the right class of each image or node; None: unknown.
-    names: of the images, such as their files; empty: their numbers.
+    truth: the right class of each image, node or graph; below 0 or None: unknown.
+    names: of the images, such as their files, or of the graphs; empty: their numbers.
     masks: where the evidence of the right answer is, for `attnkit.trust`; None: unknown.
-    true_edges: for a graph, from a node to the edges that its right answer depends on, bool
-        [edges].
+    true_edges: from a node, or the place of one of several graphs, to the edges that its right
+        answer depends on, bool [edges].
     sentences: the captions that a captioner gives; `words`: the texts of their words.
     named: for each sentence, from the place of a word to the mask of what it names; empty: unknown.
     notes: what a reader should know, one sentence each.
+    graphs: of a list of graphs their numbers in the data.
     """
 
     model: nn.Module
@@ -74,12 +76,15 @@ class Explained:
     words: Sequence[Sequence[str]] = ()
     named: Sequence[Mapping[int, Annotated[Tensor, "height width", bool]]] = ()
     notes: list[str] = field(default_factory=list)
+    graphs: Sequence[int] | None = None
 
     @property
     def kind(self) -> str:
-        """`images`, `sentences` or `nodes`."""
+        """`images`, `sentences`, `nodes` or `graphs`."""
         if self.sentences is not None:
             return "sentences"
+        if self.graphs is not None:
+            return "graphs"
         return "nodes" if self.pictures is None else "images"
 
     def name(self, number: int) -> str:
@@ -87,7 +92,9 @@ class Explained:
         return self.names[number] if self.names else f"image {number}"
 
     def class_name(self, number: int) -> str:
-        """The name of a class, or its number."""
+        """The name of a class, or its number; below 0 it is not known."""
+        if number < 0:
+            return "not known"
         return self.class_names[number] if number < len(self.class_names) else str(number)
 
 

@@ -241,6 +241,72 @@ def test_numbers_are_predicted_in_the_units_of_the_data(tmp_path):
     torch.testing.assert_close(metrics["rmse"].compute(), torch.tensor(12.5).sqrt())
 
 
+def test_all_predictions_have_a_column():
+    with pytest.raises(ValueError, match=r"class_names: expected names that differ.* 'name'; re"):
+        GraphValues(model(2), target="numbers", num_outputs=2, class_names=["size", "name"])
+    with pytest.raises(ValueError, match="got 'a'"):
+        GraphValues(model(2), target="labels", num_outputs=2, class_names=["a", "a"])
+    names = ["graph", *map(str, range(1000))]  # more than have a column each
+    module = GraphValues(model(1001), target="labels", num_outputs=1001, class_names=names)
+    batch = Graphs.of(some_graphs(), "classes").batch(torch.arange(2))
+    found = module.eval().classify(batch)["labels"]
+    wanted = module.outputs(batch).sigmoid()
+    for row, pairs in zip(wanted, found, strict=True):
+        assert [name for name, _ in pairs] == [names[n] for n in (row > 0.5).nonzero().flatten()]
+        assert all(p > 0.5 for _, p in pairs)
+        assert len(pairs) > 100
+
+
+def test_overfitting_validates_batches_by_tokens(tmp_path):
+    class Sees(GraphClassification):
+        def validation_step(self, batch, batch_idx):
+            self.seen.append(batch.number.tolist())
+
+    module = Sees(model(), num_classes=3)
+    module.seen = []
+    data = Made(some_graphs() * 4, batch_size=None, batch_nodes=13)
+    options = {"overfit_batches": 2, "max_epochs": 2, "enable_checkpointing": False}
+    trainer(tmp_path, num_sanity_val_steps=0, **options).fit(module, datamodule=data)
+    first, again = module.seen[:2], module.seen[2:]
+    assert first == again
+    assert first == [batch.number.tolist() for batch in data.loader("val")][:2]
+    assert max(map(len, first)) > 1
+
+
+def test_what_is_explained_of_a_graph_has_its_answer():
+    seed_everything(1)
+    module = GraphClassification(model(edge_dim=2), num_classes=3).eval()
+    batch = Graphs.of(some_graphs(edge_dim=2), "classes").batch(torch.tensor([5, 1, 2]))
+    given = module.explained(batch)
+    assert (given.kind, given.graphs, given.truth.tolist()) == ("graphs", [5, 1, 2], [2, 1, 2])
+    for row, inputs in zip(module.outputs(batch), given.inputs, strict=True):
+        torch.testing.assert_close(module.model(**inputs)[0], row)
+    seen = attnkit.explain(given.model, given.inputs[2])
+    assert seen.method == "relevance"
+    assert seen.edges.shape == (14,)
+    lost = attnkit.explain(given.model, given.inputs[2], int(seen.target), "occlusion").edges
+    for edge in (0, 9):  # what an edge carries goes with it
+        rest = torch.arange(14) != edge
+        thin = given.inputs[2] | {
+            "edge_index": given.inputs[2]["edge_index"][:, rest],
+            "edge_attr": given.inputs[2]["edge_attr"][rest],
+        }
+        left = module.model(**thin)[0, int(seen.target)]
+        torch.testing.assert_close(seen.logit - left, lost[edge], atol=1e-5, rtol=1e-4)
+
+
+def test_graphs_without_edges_are_not_explained():
+    graphs = some_graphs()
+    graphs[4].edge_index = torch.empty(2, 0, dtype=torch.int64)
+    parts = {"train": [0, 1, 2], "val": [3, 5], "test": [4, 6, 7, 9, 10]}
+    data = ready(graphs, splits={name: torch.tensor(part) for name, part in parts.items()})
+    batch, how = data.to_explain(3)
+    assert batch.number.tolist() == [6, 7, 9]  # of classes 0, 1 and again 0, as 4 has no edges
+    assert how == "shown: 3 of 5 test graphs, from each class in turn"
+    with pytest.raises(UserError, match=r"explain.graphs: graph 4 has no edges, which are what"):
+        data.to_explain(3, [3, 4])
+
+
 def test_accuracy_of_a_test_is_that_of_its_graphs(tmp_path):
     data = ready(batch_size=2)
     module = GraphClassification(model(), num_classes=3).eval()
@@ -263,7 +329,7 @@ def run(*words):
     [
         ("graph", "data.batch_size=200", ["graph", "label", "probability", "p(0)"]),
         ("graph_values", "data.target=labels", ["graph", "p(odd)", "p(large)", "p(loop)"]),
-        ("graph_values", "data.batch_size=null data.batch_nodes=9000", ["graph", "height"]),
+        ("graph_values", "data.batch_size=null data.batch_nodes=9000", ["graph", "ink", "width"]),
     ],
 )
 def test_trains_tests_and_predicts(tmp_path, monkeypatch, level, data, columns):
@@ -272,7 +338,7 @@ def test_trains_tests_and_predicts(tmp_path, monkeypatch, level, data, columns):
     run("task=graph", f"level={level}", *data.split(), *few.split(), "trainer.max_epochs=1",
         "run_dir=made")  # fmt: skip
     results = json.loads((tmp_path / "made/results.json").read_text())
-    assert results["test/accuracy" if columns[1] != "height" else "test/mae"] >= 0
+    assert results["test/accuracy" if columns[1] != "ink" else "test/mae"] >= 0
     assert main(["run=predict", "ckpt=made", "run_dir=said"]) == 0
     rows = list(csv.reader((tmp_path / "said/predictions.csv").open()))
     assert rows[0][: len(columns)] == columns

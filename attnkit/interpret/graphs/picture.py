@@ -19,6 +19,7 @@ from attnkit.interpret.graphs.question import steps_to
 from attnkit.lightning.console import in_picture
 
 MOST_RANKED, MOST_EDGES = 24, 120
+MOST_OF_GRAPH = 400  # a graph with fewer edges is drawn whole
 LEAST = 1e-4  # of the largest number: what is less may be rounding, whose sign says nothing
 # the soft colours of ColorBrewer's Set3 without its grey, on which black numbers are legible
 CLASS_COLOURS = (
@@ -102,7 +103,8 @@ def ego_graph(
     most: int = MOST_RANKED,
 ) -> EgoGraph:
     """The edges of the largest numbers, a way from each to the node, and, as the others, the edges
-    between the nodes that are then there, up to `MOST_EDGES`.
+    between the nodes that are then there, up to `MOST_EDGES`; without a node all edges of a graph
+    that has no more than `MOST_OF_GRAPH`.
 
     The layout is that of Kamada and Kawai (1989) from circles by steps to the node, without chance.
     """
@@ -117,8 +119,11 @@ def ego_graph(
     nodes = {end for place in taken for end in ends[place]}
     if index is not None:
         nodes.add(index)
+    limit = MOST_EDGES
+    if index is None and len(ends) <= MOST_OF_GRAPH:
+        limit, nodes = MOST_OF_GRAPH, {end for pair in ends for end in pair}
     inside = [p for p in places.tolist() if p not in taken and nodes.issuperset(ends[p])]
-    drawn = [*taken, *inside][: max(MOST_EDGES, len(taken))]
+    drawn = [*taken, *inside][: max(limit, len(taken))]
     at = _layout(sorted(nodes), [ends[place] for place in drawn], index, steps)
     edges = []
     for number, place in enumerate(drawn):
@@ -282,19 +287,25 @@ def _edges(panel: Axes, ego: EgoGraph, circles: dict[int, Circle]) -> None:
         bend = 0.16 * (seen[ends] + (ends[::-1] in pairs))
         seen[ends] += 1
         start, end = (np.array(circles[node].center) for node in ends)
-        rims: dict[str, Any] = {"patchA": circles[edge.source], "patchB": circles[edge.target]}
         if edge.source == edge.target:
             aside = ego.radius * math.sqrt(0.5)
             start, end = start + np.array([-aside, aside]), end + aside
-            rims, bend = {}, -1.5 - 5 * bend
+            bend = -1.5 - 5 * bend
+        else:  # where the arc crosses the rims; matplotlib's own clipping takes 40 ms an edge
+            across = end - start
+            control = (start + end) / 2 + bend * np.array([across[1], -across[0]])
+            start, end = (
+                one + ego.radius * (control - one) / np.linalg.norm(control - one)
+                for one in (start, end)
+            )
         width = _points(edge.width)
         arrow = FancyArrowPatch(
-            tuple(start), tuple(end), shrinkA=0, shrinkB=0, **rims, fc=edge.colour, lw=0,
+            tuple(start), tuple(end), shrinkA=0, shrinkB=0, fc=edge.colour, lw=0,
             connectionstyle=f"arc3,rad={bend}", zorder=1 + edge.width, gid=f"rank{rank}",
             arrowstyle=f"simple,tail_width={width},head_width={5 + 1.6 * width},"
             f"head_length={6 + 0.8 * width}",
         )  # fmt: skip
-        panel.add_patch(arrow)
+        panel.add_artist(arrow)  # whose place is within the limits, which are set
 
 
 def _points(width: float) -> float:
@@ -345,6 +356,8 @@ def _layout(
         far = {n: steps[n] if steps[n] >= 0 else len(steps) for n in nodes}
         shells = [[n for n in nodes if far[n] == one] for one in sorted(set(far.values()))]
         found = nx.kamada_kawai_layout(network, pos=nx.shell_layout(network, shells))
+    elif nx.is_connected(network):
+        found = nx.kamada_kawai_layout(network)
     else:
         found = nx.spring_layout(network, seed=0)
     array = np.array([found[node] for node in nodes])

@@ -1,10 +1,11 @@
-"""The section of a node: its edges as a drawing, fidelity, and the first edges as rows."""
+"""The section of a node or graph: its edges as a drawing, fidelity, and the first edges as rows."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib
@@ -32,12 +33,22 @@ _COLOURS = {FOR: "mark", AGAINST: "accent", OTHER: "other", SOFT: "soft", INK: "
 
 
 def edge_sections(explained: Explained, found: Sequence[Judged]) -> list[Section]:
-    """A section for each node, by the first method."""
-    return [
-        edge_section(f"Node {one.seen.index}", one.seen, one.trust, explained)
-        for one in found
-        if one.method == found[0].method
-    ]
+    """A section for each node or graph, by the first method."""
+    sections = []
+    for one in found:
+        if one.method != found[0].method:
+            continue
+        if explained.graphs is None:
+            sections.append(edge_section(f"Node {one.place}", one.seen, one.trust, explained))
+            continue
+        title = f"Graph {explained.graphs[one.place]}"
+        title += f", {explained.names[one.place]}" if explained.names else ""
+        section = edge_section(title, one.seen, one.trust, replace(explained, truth=None))
+        if explained.truth is not None:
+            right = explained.class_name(int(explained.truth[one.place]))
+            section["headline"] += f"; its class is {right}"
+        sections.append(section)
+    return sections
 
 
 def edge_section(
@@ -61,18 +72,19 @@ def edge_section(
         """The name of a node's class, in a list that is empty where classes are not known."""
         if not classes:
             return []
-        return ["not known" if classes[node] < 0 else explained.class_name(classes[node])]
+        return [explained.class_name(classes[node])]
 
     ego = ego_graph(seen.edges, seen.edge_index, seen.candidates, seen.index)
     classes = seen.unit.classes(explained.truth)
     kind = "predicted class" if explained.truth is None else "class"
     rows = seen.top(_ROWS)
-    table: list[list[Any]] = [
-        ["edge", *([f"{kind} of its source"] if classes else []), "value", "share", "steps"]
-    ]
+    of_source = [f"{kind} of its source"] * bool(classes)
+    table: list[list[Any]] = [["edge", *of_source, "value", "share", "steps"]]
     for row in rows:
         edge, share = f"{row.source} → {row.target}", f"{100 * row.share:.0f} %"
         table.append([edge, *class_of(row.source), short(row.score), share, row.steps])
+    if seen.index is None:
+        table = [row[:-1] for row in table]  # steps are counted to a node
     says = []
     for one in ego.edges:
         part = f", {100 * seen.unit.part(one.score):.0f} % of all"
@@ -90,8 +102,8 @@ def edge_section(
         method=f"{seen.method} of an edge",
         classes_are=kind,
     )
+    which = "The edges" if seen.index is None else f"Edges that reach node {seen.index}"
     first = ", ".join(f"{row.source} → {row.target} ({short(row.score)})" for row in rows[:3])
-    what = "the graph" if seen.index is None else f"node {seen.index}"
     notes = list(seen.notes)
     if seen.share:
         notes.insert(0, f"Self-loops that layers added took {100 * float(seen.share):.0f} %.")
@@ -99,7 +111,7 @@ def edge_section(
         "kind": "graph",
         "title": title,
         "headline": seen.unit.headline(seen, explained.class_names),
-        "alt": f"Edges that reach {what} by {seen.method}. First: {first}. {ego}",
+        "alt": f"{which} by {seen.method}. First: {first}. {ego}",
         "drawing": _inline(figure),
         "says": says,
         "curves": _curves(fidelity, explained.class_name(int(seen.target))) if fidelity else None,

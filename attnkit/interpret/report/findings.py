@@ -21,12 +21,13 @@ Row = dict[str, Any]
 
 class Judged(NamedTuple):
     """One method's explanation, how far to trust it, and the same of another model; each None where
-    it was not asked for."""
+    it was not asked for. `place` is the number of the node, or the place among the graphs."""
 
     method: str
     seen: Any
     trust: Any
     other: Any
+    place: int = 0
 
 
 @dataclass(eq=False)

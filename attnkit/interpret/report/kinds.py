@@ -1,4 +1,4 @@
-"""What a report says of images, sentences and nodes: rows of numbers, a table and sentences."""
+"""What a report says of images, sentences, nodes and graphs: rows, a table and sentences."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ from attnkit.interpret.trust.result import SENSITIVE, SURVIVING
 from attnkit.lightning.protocols import Explained
 
 _NO_NODES = "are explained image by image; leave it out"
+_NO_IMAGES = {
+    "against": "of another model are explained in a run of their own, with ckpt=",
+    "layer": "have edges and no image to draw on; leave it out",
+}
+_OF_EDGES = {
+    "map": "map",
+    "class": "class",
+    "p": "probability",
+    "edges": "edges",
+    "p lost": "fidelity_plus",
+    "random": "fidelity_random_plus_low to fidelity_random_plus_high",
+    "p left": "fidelity_minus",
+    "AUROC": "auroc",
+}
 _KINDS_OF_GAP = {"mask": "gap in p, tokens masked", "mean": "gap in p, mean colour"}
 _SCORES = {
     "class_sensitivity": "class sensitivity",
@@ -34,6 +48,7 @@ class Kind(NamedTuple):
     """What is explained, as a report shows it.
 
     unit: of `attnkit.explain`, whose methods serve.
+    asks: what goes through the model in a forward.
     refused: arguments of `Report` that do not apply, and why.
     reading: what a reader may and may not conclude, in one sentence.
     rows: of `scores.csv`.
@@ -44,6 +59,7 @@ class Kind(NamedTuple):
     """
 
     unit: str
+    asks: str
     refused: Mapping[str, str]
     reading: str
     rows: Callable[[Explained, Sequence[Judged]], list[Row]]
@@ -61,10 +77,15 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
     - images: by method maps [images, rows, columns], tokens, gaps [images]; what the model says
     - sentences: by method maps [images, words, rows, columns]; the words
     - nodes: by node and method numbers of the edges [edges]; the edges
+    - graphs: by graph and method numbers of the edges [edges]; by graph the edges
     """
     first, arrays = found[0].seen, {}
-    for method, seen, trust, other in found:
-        if explained.kind == "nodes":
+    for method, seen, trust, other, place in found:
+        if explained.graphs is not None:
+            number = explained.graphs[place]
+            arrays[f"edges_{number}_{method}"] = seen.edges
+            arrays[f"edge_index_{number}"] = seen.edge_index
+        elif explained.kind == "nodes":
             arrays[f"edges_{seen.index}_{method}"] = seen.edges
         elif explained.kind == "sentences":
             arrays[f"map_{method}"] = seen.words
@@ -75,6 +96,8 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
                 arrays[f"against_{method}"] = other.map
     if explained.kind == "nodes":
         arrays["edge_index"] = first.edge_index
+    elif explained.kind == "graphs":
+        arrays["graphs"] = np.array([*dict.fromkeys(explained.graphs[one.place] for one in found)])
     elif explained.kind == "sentences":
         longest = max(map(len, explained.words), default=0)
         texts = [[*words, *[""] * (longest - len(words))] for words in explained.words]
@@ -96,7 +119,7 @@ def _gaps(trust: Any) -> dict[str, Tensor]:
 def _image_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
     """A row for each method, over all images, then what each map is held against."""
     rows: list[Row] = []
-    for method, seen, trust, other in found:
+    for method, seen, trust, other, _ in found:
         row = {"map": method, "images": len(seen.map), **_scores(trust, "map")}
         for kind, words in (trust.verdicts if trust else {}).items():
             row[f"verdict_{kind}"] = "; ".join(words)
@@ -157,7 +180,7 @@ def _worth_of_image_row(row: Row) -> dict[str, str]:
 def _word_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
     """A row for each method and word."""
     rows = []
-    for method, seen, trust, _ in found:
+    for method, seen, trust, *_ in found:
         for image, words in enumerate(explained.words):
             over = over_chance(explained, seen, image)
             for place, word in enumerate(words):
@@ -204,19 +227,22 @@ def _worth_of_word_row(row: Row) -> dict[str, str]:
     return said
 
 
-# --- nodes ----------------------------------------------------------------------------------------
+# --- nodes and graphs -----------------------------------------------------------------------------
 
 
-def _node_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
-    """A row for each node and method; of fidelity the means over k."""
+def _edge_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
+    """A row for each node or graph and method; of fidelity the means over k."""
     rows = []
-    for method, seen, trust, _ in found:
+    for method, seen, trust, _, place in found:
         row: Row = {"node": seen.index, "map": method}
+        if explained.graphs is not None:
+            name = explained.names[place] if explained.names else None
+            row = {"graph": explained.graphs[place], "name": name, "map": method}
         row |= {"class": explained.class_name(int(seen.target))}
         row |= {"predicted": explained.class_name(int(seen.predicted)), "label": None}
         row |= {"probability": float(seen.probability), "edges": int(seen.candidates.sum())}
         if explained.truth is not None:
-            row["label"] = explained.class_name(int(explained.truth[seen.index]))
+            row["label"] = explained.class_name(int(explained.truth[place]))
         if seen.share:
             row["self_loops_share"] = float(seen.share)
         if trust is not None:
@@ -225,7 +251,7 @@ def _node_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
                 values = [one[name] for one in trust.rows]
                 row[f"fidelity_{name}"] = sum(values) / len(values)
             row["verdict"] = trust.verdict
-        right = explained.true_edges(seen.index) if explained.true_edges else None
+        right = explained.true_edges(place) if explained.true_edges else None
         if right is not None:
             row["auroc"] = _auroc(seen, right.to(seen.edges.device))
         rows.append(row)
@@ -241,7 +267,7 @@ def _auroc(seen: Any, right: Tensor) -> float | None:
     return float(binary_auroc(ranks / ranks.max().clamp(min=1), among.long()))
 
 
-def _worth_of_node_row(row: Row) -> dict[str, str]:
+def _worth_of_edge_row(row: Row) -> dict[str, str]:
     said = {}
     if verdict := row.get("verdict"):
         than = {"better": "more", "no better": "no more", "worse": "less"}
@@ -257,7 +283,8 @@ def _worth_of_node_row(row: Row) -> dict[str, str]:
 KINDS = {
     "images": Kind(
         unit="patch",
-        refused={"nodes": _NO_NODES},
+        asks="of an image",
+        refused={"nodes": _NO_NODES, "graphs": _NO_NODES},
         reading="Trust that bright patches matter only as far as a map's gap is beyond that of "
         "random maps; do not conclude that the answer is right, or that other images are answered "
         "for the same reason.",
@@ -279,8 +306,10 @@ KINDS = {
     ),
     "sentences": Kind(
         unit="word",
+        asks="of an image",
         refused={
             "nodes": _NO_NODES,
+            "graphs": _NO_NODES,
             "target": "are explained for each word they have; leave it out",
             "against": "of another model may be others; explain it in a run of its own, with ckpt=",
         },
@@ -308,31 +337,25 @@ KINDS = {
     ),
     "nodes": Kind(
         unit="edge",
-        refused={
-            "against": "of another model are explained in a run of their own, with ckpt=",
-            "layer": "have edges and no image to draw on; leave it out",
-        },
+        asks="of what reaches a node",
+        refused={"graphs": "are of one graph; give their numbers by nodes", **_NO_IMAGES},
         reading="Trust that an edge matters only as far as p falls more without it than without "
         "random edges; do not conclude that the answer is right, or that an edge of little value "
         "is of no use to the model.",
-        rows=_node_rows,
-        columns={
-            "node": "node",
-            "map": "map",
-            "class": "class",
-            "p": "probability",
-            "edges": "edges",
-            "p lost": "fidelity_plus",
-            "random": "fidelity_random_plus_low to fidelity_random_plus_high",
-            "p left": "fidelity_minus",
-            "AUROC": "auroc",
-        },
+        rows=_edge_rows,
+        columns={"node": "node", **_OF_EDGES},
         caption="p lost: drop of the class's probability without the first k edges, mean over k; "
         "random: the same for random edges, lowest to highest draw; p left: drop with the first k "
         "edges alone.",
-        worth=_worth_of_node_row,
+        worth=_worth_of_edge_row,
         called="node {node}, {map}",
         sections=lambda explained, found, _: edge_sections(explained, found),
     ),
 }
 """By `Explained.kind`."""
+KINDS["graphs"] = KINDS["nodes"]._replace(
+    asks="of a graph",
+    refused={"nodes": "are explained whole; leave it out", **_NO_IMAGES},
+    columns={"graph": "graph", **_OF_EDGES},
+    called="graph {graph}, {map}",
+)

@@ -37,7 +37,7 @@ _PATCHES = (8, 8)  # of a model that does not say
 
 
 class Report:
-    """Explanations of images, sentences or nodes as a page, a table and arrays.
+    """Explanations of images, sentences, nodes or graphs as a page, a table and arrays.
 
         report = attnkit.interpret.report.Report(methods=["attention", "relevance"])
         found = report(Explained(vit, images, pictures=images), "seen")
@@ -52,9 +52,10 @@ class Report:
         methods: several of them, each with its rows and maps.
         trust: "fast" and "full" judge each map, as `attnkit.trust` does, with `full=True` or
             without; "none" does not.
-        num_images: how many images to show, at most 64.
+        num_images: how many images, or graphs, to show, at most 64.
         target: the class to explain, its name or its number; None: the predicted one.
         nodes: of a graph, their numbers.
+        graphs: of many graphs, the numbers of some; None: all that are given.
         against: another checkpoint, whose maps of images are shown next to the first ones.
         layer: also draw what a layer does, by its position or its name (`*` matches anything):
             attention over the image as a multiple of uniform attention, attention over channels,
@@ -77,6 +78,7 @@ class Report:
         num_images: int = 8,
         target: str | int | None = None,
         nodes: Sequence[int] | None = None,
+        graphs: Sequence[int] | None = None,
         against: str | Path | None = None,
         layer: int | str | None = None,
         batch_size: int = 64,
@@ -93,13 +95,15 @@ class Report:
                 f"num_images: expected {MOST_IMAGES} or fewer, which a page can show, got "
                 f"{num_images}; for whole test sets there is attnkit.metrics.PerturbationGap"
             )
-        if methods is not None and not methods:
-            raise ValueError("methods: expected some, got none")
+        for name, some in (("methods", methods), ("graphs", graphs)):
+            if some is not None and not some:
+                raise ValueError(f"{name}: expected some, got none")
         asked = [*([method] if method else []), *(methods or [])]
         self.methods = [*dict.fromkeys(asked)]
         self._chooses = not asked
         self.trust, self.num_images, self.target = trust, num_images, target
         self.nodes = None if nodes is None else list(nodes)
+        self.graphs = None if graphs is None else [*dict.fromkeys(graphs)]
         self.against, self.layer = against, layer
         self.batch_size, self.seed, self.device = batch_size, seed, device
 
@@ -107,7 +111,7 @@ class Report:
         """Check the settings before anything that takes long; choose the method if none was given.
 
         Raises:
-            ValueError: a method, a class, nodes or other arguments that this does not have.
+            ValueError: a method, a class, nodes, graphs or other arguments that this does not have.
         """
         kind, known = explained.kind, KINDS[explained.kind]
         for name, why in known.refused.items():
@@ -137,6 +141,10 @@ class Report:
             for node in self.nodes:
                 if not 0 <= node <= last:
                     raise ValueError(f"nodes: expected numbers from 0 to {last}, got {node}")
+        unknown = set(self.graphs or ()).difference(explained.graphs or ())
+        if unknown:
+            given = ", ".join(map(str, explained.graphs or ()))
+            raise ValueError(f"graphs: expected some of {given}, got {min(unknown)}")
         if self.layer is not None:
             draw_layer(_first_of(explained), self.layer)
 
@@ -171,14 +179,14 @@ class Report:
                 start = time.perf_counter()
                 ask()
                 seconds.append(time.perf_counter() - start)
-        what = "of what reaches a node" if explained.kind == "nodes" else "of an image"
-        return f"about {forwards:,} forwards {what}, {duration(forwards * min(seconds) / at_once)}"
+        time_it_takes = duration(forwards * min(seconds) / at_once)
+        return f"about {forwards:,} forwards {KINDS[explained.kind].asks}, {time_it_takes}"
 
     def num_forwards(self, explained: Explained) -> int:
         """About how many images, or how often a part of a graph, go through the model."""
         methods = len(self.methods)
-        if explained.kind == "nodes":
-            return len(self.nodes or ()) * methods * (_EXPLAINING + _OF_EDGES[self.trust])
+        if KINDS[explained.kind].unit == "edge":
+            return len(self._each(explained)) * methods * (_EXPLAINING + _OF_EDGES[self.trust])
         images = len(explained.inputs)
         if explained.kind == "sentences":
             rows, columns = cast(Any, explained.model).grid
@@ -194,8 +202,9 @@ class Report:
 
     def _first_batch(self, explained: Explained) -> tuple[int, Callable[[], object]]:
         """How many are asked of at once, and what asks the model."""
-        if explained.kind == "nodes":
-            question = GraphQuestion(explained.model, explained.inputs, (self.nodes or [0])[0])
+        if KINDS[explained.kind].unit == "edge":
+            _, _, inputs, index = self._each(explained)[0]
+            question = GraphQuestion(explained.model, inputs, **index)
             with looking(explained.model):
                 question.prepare()
             every = torch.ones_like(question.candidates)
@@ -206,7 +215,19 @@ class Report:
 
     def num_steps(self, explained: Explained) -> int:
         """How often `step` is called."""
-        return len(self.methods) * max(1, len(self.nodes or ())) + 1
+        return len(self.methods) * len(self._each(explained)) + 1
+
+    def _each(self, explained: Explained) -> list[tuple[int, str, Any, dict[str, int]]]:
+        """What is explained one by one: its place, as of `Judged`, what it is called, and of
+        `attnkit.explain` its inputs and its index."""
+        inputs = explained.inputs
+        if explained.kind == "nodes":
+            return [(node, f"node {node}: ", inputs, {"index": node}) for node in self.nodes or ()]
+        if explained.graphs is not None:
+            given = list(explained.graphs)
+            places = ((given.index(number), number) for number in self.graphs or given)
+            return [(place, f"graph {number}: ", inputs[place], {}) for place, number in places]
+        return [(0, "", inputs, {})]
 
     def __call__(
         self,
@@ -239,14 +260,12 @@ class Report:
         if explained.sentences is not None:
             asked = explained.sentences
         found = []
-        nodes: Sequence[int | None] = self.nodes or [None]
-        for node in nodes:
-            index: dict[str, Any] = {} if node is None else {"index": node}
+        for place, called, inputs, index in self._each(explained):
             for method in self.methods:
-                step(method if node is None else f"node {node}: {method}")
-                seen = explain(explained.model, explained.inputs, asked, method, **index)
+                step(f"{called}{method}")
+                seen = explain(explained.model, inputs, asked, method, **index)
                 other = None if against is None else _of_other(against, seen)
-                found.append(Judged(method, seen, self._judged(explained, seen), other))
+                found.append(Judged(method, seen, self._judged(explained, seen), other, place))
         step("the page")
         rows = kind.rows(explained, found)
         summary = kind.summary(rows)
@@ -282,9 +301,10 @@ class Report:
     def _judged(self, explained: Explained, seen: Explanation) -> Any:
         """How far to trust it; None where that was not asked for, or there is one edge alone."""
         full = self.trust == "full"
-        if self.trust == "none" or (explained.kind == "nodes" and int(seen.candidates.sum()) < 2):
+        of_edges = KINDS[explained.kind].unit == "edge"
+        if self.trust == "none" or (of_edges and int(seen.candidates.sum()) < 2):
             return None
-        if explained.kind == "nodes":
+        if of_edges:
             return seen.trust(num_draws=200 if full else 20, seed=self.seed)
         masks = {"masks": explained.masks} if explained.kind == "images" else {}
         return seen.trust(full=full, seed=self.seed, batch_size=self.batch_size, **masks)
@@ -306,6 +326,8 @@ def usual_method(explained: Explained) -> str:
     """The method that `attnkit.explain` takes where none is asked for, of the first of them."""
     if explained.kind == "nodes":
         return explain(explained.model, explained.inputs, index=0).method
+    if explained.kind == "graphs":
+        return explain(explained.model, explained.inputs[0]).method
     first = _first_of(explained)
     return explain(first.model, first.inputs, first.sentences).method
 

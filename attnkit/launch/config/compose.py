@@ -170,6 +170,13 @@ class Composer:
             group = absent_group(error)
             if group not in map(_key, texts):
                 raise
+            if group == "level":
+                typed = next(text for text in texts if _key(text) == group)
+                levels = ", ".join(self.groups[group])
+                raise UserError(
+                    f"{typed}: the task has no levels; leave it out, or take a task that has, such "
+                    f"as task=graph with {levels}"
+                ) from error
             # the task has no choice in this group yet
             return self._of_files([f"+{t}" if _key(t) == group else t for t in texts])
 

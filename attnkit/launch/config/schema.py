@@ -122,6 +122,7 @@ INSTEAD = {
     "head_lr": "finetune.head_lr",
     "freeze": "finetune=head, last_blocks, lora or bitfit",
     "nodes": "of run=explain: explain.nodes=[12,51]",
+    "graphs": "of run=explain: explain.graphs=[3,7]",
 }
 
 # Nodes that hold several objects by name.

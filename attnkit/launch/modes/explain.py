@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from attnkit.launch.run import Run
 
 _OF_REPORT = (
-    "method", "methods", "target", "nodes", "against", "layer", "num_images", "trust",
+    "method", "methods", "target", "nodes", "graphs", "against", "layer", "num_images", "trust",
 )  # fmt: skip
 
 
 def explain(run: Run) -> dict[str, float]:
-    """Explain images, sentences or nodes; leaves explain.html, scores.csv and maps.npz."""
+    """Explain images, sentences, nodes or graphs; leaves explain.html, scores.csv and maps.npz."""
     report = build(run.config["explain"], at="explain")
     if not isinstance(report, Report):
         raise UserError(f"explain: {run.config['explain']['_target_']} is not a Report")
@@ -43,7 +43,7 @@ def explain(run: Run) -> dict[str, float]:
     run.make_trainer()
     run.restore()
     device = _device(report.device)
-    batch, rows, how = chosen(run, report.num_images)
+    batch, rows, how = chosen(run, report.num_images, report.graphs)
     explained = explained_of(module, batch, device)
     against = None
     with _told():
@@ -145,7 +145,9 @@ def _device(asked: str | None) -> torch.device:
 # --- what is explained ----------------------------------------------------------------------------
 
 
-def chosen(run: Run, num_images: int) -> tuple[Any, list[int], str]:
+def chosen(
+    run: Run, num_images: int, graphs: Sequence[int] | None = None
+) -> tuple[Any, list[int], str]:
     """A batch of what is explained, its places in the data, and how it was chosen."""
     images = run.config["images"]
     made = getattr(run, "data", None)  # of a run that has trained
@@ -154,6 +156,10 @@ def chosen(run: Run, num_images: int) -> tuple[Any, list[int], str]:
     run.trainer.strategy.connect(run.module)  # whom data asks for sizes and words
     data.prepare_data()
     data.setup("predict" if images else "test")
+    choose = getattr(data, "to_explain", None)
+    if choose and data.level == "graph":  # of many
+        batch, how = choose(num_images, graphs)
+        return batch, [], how
     if not takes_images(run.config["predict"]):  # a graph is one batch
         is_whole = type(data).predict_dataloader is not LightningDataModule.predict_dataloader
         loader = data.predict_dataloader() if is_whole else _first(data.test_dataloader())
@@ -185,6 +191,9 @@ def _beside(run: Run, report: Report, explained: Explained, batch: Any, rows: li
     if explained.kind == "nodes":
         look = getattr(run.data, "true_edges", None)
         explained.true_edges = look and partial(look, batch)
+    if explained.graphs is not None and (names := getattr(run.data, "graph_names", None)):
+        explained.names = [names[number] for number in explained.graphs]
+    if explained.kind in ("nodes", "graphs"):
         return
     explained.names = explained.names or [f"Test image {row}" for row in rows]
     look = getattr(run.data, "truth", None)

@@ -27,6 +27,7 @@ def read_edges(
     *,
     carried: Mapping[str, Part | None] | None = None,
     undirected: bool = False,
+    graphs: np.ndarray | None = None,
 ) -> dict[str, Tensor]:
     """edge_index, int64 [2, edges], of a part with a source and a target per row, and what the
     edges carry.
@@ -42,6 +43,7 @@ def read_edges(
             are such parts.
         undirected: add the reverse of each edge, which carries the same, and leave each once, with
             the mean of what its copies carry.
+        graphs: of several graphs that of each node, [nodes]; no edge joins two of them.
 
     Raises:
         UserError: what is not an edge of these nodes, with its line or place.
@@ -57,6 +59,8 @@ def read_edges(
         is_again = bool((rows[1:] == rows[:1]).all(axis=1).any())
         rows = part.without_header(rows, beside, "0, 1, is an edge", is_header=is_again)
     _refuse_outside(part, rows, num_nodes)
+    if graphs is not None:
+        _refuse_between(part, rows, graphs)
     edges = rows.T[::-1] if _is_turned(part, names or {}) else rows.T
     edge_index = torch.from_numpy(np.ascontiguousarray(edges, np.int64))
     found = {name: _read_carried(name, other, len(rows)) for name, other in others.items()}
@@ -106,11 +110,27 @@ def _refuse_outside(part: Part, rows: np.ndarray, num_nodes: int) -> None:
     if not wrong.any():
         return
     row, column = np.argwhere(wrong)[0].tolist()
-    where = part.place_of(row) if part.is_table else f"{part.where}, edge {row}"
     raise UserError(
-        f"{where}: there is no node {rows[row, column]}: expected 0 to {num_nodes - 1}; for other "
-        "numbers or names write nodes.txt, with one line for each node"
+        f"{_place(part, row)}: there is no node {rows[row, column]}: expected 0 to "
+        f"{num_nodes - 1}; for other numbers or names write nodes.txt, with one line for each node"
     )
+
+
+def _refuse_between(part: Part, rows: np.ndarray, graphs: np.ndarray) -> None:
+    """UserError at the first edge between two graphs."""
+    ends = graphs[rows]
+    between = ends[:, 0] != ends[:, 1]
+    if between.any():
+        row = int(between.argmax())
+        (one, other), (first, second) = rows[row].tolist(), ends[row].tolist()
+        raise UserError(
+            f"{_place(part, row)}: joins node {one} of graph {first} and node {other} of graph "
+            f"{second}, expected nodes of one graph"
+        )
+
+
+def _place(part: Part, row: int) -> str:
+    return part.place_of(row) if part.is_table else f"{part.where}, edge {row}"
 
 
 def _is_turned(part: Part, names: Names) -> bool:

@@ -1,7 +1,7 @@
 """What files say of nodes: features, labels, names, and which nodes a split has."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
+from attnkit.tasks.graphs.checks import Target
 from attnkit.tasks.graphs.files.part import Part, are_whole, numbers_of
 from attnkit.tasks.graphs.files.text import Text
 
@@ -70,7 +71,9 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
     words = part.words(count)
     found, labels = list(classes), numbers_of(words)
     if labels.ndim == 1 and len(labels) != count:
-        raise UserError(f"{part.where}: expected {count} labels, one per node, got {len(labels)}")
+        raise UserError(
+            f"{part.where}: expected {count} labels, one per {part.item}, got {len(labels)}"
+        )
     if labels.ndim == 1 and words.dtype.kind == "U":
         _refuse_two_spellings(part, words, labels)
     if labels.dtype.kind in "Ub" and labels.ndim == 1:
@@ -94,19 +97,19 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         hint = "; an index is left out if it has no name" if labels.ndim == 2 else ""
         raise UserError(
-            f"{part.where}: expected a whole number per node, "
+            f"{part.where}: expected a whole number per {part.item}, "
             f"got {labels.dtype} {list(labels.shape)}{hint}"
         )
     if labels.min() < -1:
         node = int(labels.argmin())
         raise UserError(
-            f"{part.place_of(node)}: node {node} is of class {labels[node]}, "
+            f"{part.place_of(node)}: {part.item} {node} is of class {labels[node]}, "
             "expected one from 0 on, or -1 for none"
         )
     if found and labels.max() >= len(found):
         node = int(labels.argmax())
         raise UserError(
-            f"{part.place_of(node)}: node {node} is of class {labels[node]}, "
+            f"{part.place_of(node)}: {part.item} {node} is of class {labels[node]}, "
             f"but {len(found)} classes have names"
         )
     return torch.from_numpy(np.array(labels, np.int64)), found
@@ -126,6 +129,49 @@ def _refuse_two_spellings(part: Part, words: np.ndarray, labels: np.ndarray) -> 
             )
 
 
+def read_values(
+    part: Part, count: int, target: Target, names: Sequence[str] = (), items: Iterable[str] = ()
+) -> tuple[Tensor, list[str]]:
+    """y, float32 [rows, outputs], of several labels or numbers of each node, or graph, and their
+    names. What is empty or nan is unknown; labels are 0 and 1, or False and True.
+
+    Args:
+        count: how many rows there are.
+        target: "labels" or "numbers".
+        names: of the columns; none: those in the header, if there is one.
+        items: the names of the nodes, or graphs, if they have any, which are no column.
+    """
+    words = part.words(count)
+    words = words[:, None] if words.ndim == 1 else words
+    if len(words) != count or words.ndim != 2:
+        raise UserError(
+            f"{part.where}: expected {count} rows of {target}, one per {part.item}, "
+            f"got {list(words.shape)}"
+        )
+    if words.dtype.kind == "U":
+        lower = np.char.lower(words)
+        words = np.where(lower == "true", "1", np.where(lower == "false", "0", words))
+    values = numbers_of(words)
+    if values.dtype.kind not in "iufb":
+        flat = words.ravel().tolist()
+        wrong = next(
+            n for n, word in enumerate(flat) if numbers_of(np.array([word])).dtype.kind == "U"
+        )
+        raise UserError(
+            f"{part.place_of(wrong // words.shape[1])}: expected a number, or nothing where it is "
+            f"not known, got {flat[wrong]!r}"
+        )
+    part.refuse_index(values, f"a {target[:-1]}", list(items))
+    header = part.form.header if part.form.is_header or not part.form.may_have_header else ()
+    found = list(names or (header if len(header) == values.shape[1] else ()))
+    if found and len(found) != values.shape[1]:
+        raise UserError(
+            f"{part.where}: expected {len(found)} {target}, one for each of the names in classes, "
+            f"got {values.shape[1]}"
+        )
+    return torch.from_numpy(values.astype(np.float32)), found
+
+
 def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) -> Tensor:
     """A mask, bool [nodes] or [nodes, splits], of one or of the numbers of its nodes.
 
@@ -138,6 +184,8 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
     if names is not None and isinstance(part, Text):
         part.refuse_commented(names)
     words = part.words(count)
+    if names is not None and not len(words) and names.keys() >= set(part.form.header):
+        words = np.array(part.form.header)  # a single name is no header
     if names is not None and part.is_table and words.dtype.kind in "iuf":
         words = words.astype(str)  # Parquet holds as numbers what text does not tell from names
     values = _truths(numbers_of(words))
@@ -145,8 +193,8 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
     if is_mask and values.ndim in (1, 2) and len(values) == count:
         if values.dtype != bool and len(np.unique(values)) == values.size:
             raise UserError(
-                f"{part.where}: {values.tolist()} is a mask, or the numbers of nodes; write a mask "
-                "of True and False"
+                f"{part.where}: {values.tolist()} is a mask, or the numbers of {part.item}s; "
+                "write a mask of True and False"
             )
         values = values.astype(bool)
         if values.any():
@@ -154,7 +202,7 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
         values = np.array([], int)
     elif is_mask and values.dtype != bool and len(np.unique(values)) < values.size:
         raise UserError(
-            f"{part.where}: holds only 0 and 1, as a mask: expected one of {count} nodes, "
+            f"{part.where}: holds only 0 and 1, as a mask: expected one of {count} {part.item}s, "
             f"got {list(values.shape)}"
         )
     elif words.ndim == 1 and "U" in (values.dtype.kind, words.dtype.kind if names else ""):
@@ -162,22 +210,24 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
         values = _nodes_of(part, words, names, has_header)
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise UserError(
-            f"{part.where}: expected numbers of nodes, or a mask bool [{count}] or "
+            f"{part.where}: expected numbers of {part.item}s, or a mask bool [{count}] or "
             f"[{count}, splits], got {values.dtype} {list(values.shape)}"
         )
     if not len(values):
-        raise UserError(f"{part.where}: is empty, expected nodes")
+        raise UserError(f"{part.where}: is empty, expected {part.item}s")
     wrong = ((values < 0) | (values >= count)).nonzero()[0]
     if len(wrong):
         row = int(wrong[0])
         where = part.place_of(row) if part.is_table else f"{part.where}, place {row}"
-        raise UserError(f"{where}: there is no node {values[row]}: expected 0 to {count - 1}")
+        raise UserError(
+            f"{where}: there is no {part.item} {values[row]}: expected 0 to {count - 1}"
+        )
     if part.form.is_numbered:
-        rank_zero_info(f"{part.where}: the first row is read as a node, not as a header")
+        rank_zero_info(f"{part.where}: the first row is read as a {part.item}, not as a header")
     node, times = np.unique(values, return_counts=True)
     if len(node) < len(values):
         again = node[times > 1][0]
-        rank_zero_warn(f"{part.where}: node {again} is there more than once; it counts once")
+        rank_zero_warn(f"{part.where}: {part.item} {again} is there more than once; it counts once")
     mask = torch.zeros(count, dtype=torch.bool)
     mask[torch.from_numpy(np.array(values, np.int64))] = True
     return mask
@@ -203,10 +253,13 @@ def _nodes_of(
     if names is None:
         wrong = next(n for n in range(len(words)) if numbers_of(words[n : n + 1]).dtype.kind == "U")
         raise UserError(
-            f"{part.place_of(wrong)}: expected the number of a node, got {str(words[wrong])!r}"
+            f"{part.place_of(wrong)}: expected the number of a {part.item}, "
+            f"got {str(words[wrong])!r}"
         )
     unknown = [number for number, word in enumerate(words.tolist()) if word not in names]
     if unknown and not (may_have_header and unknown == [0]):
         wrong = unknown[may_have_header and unknown[0] == 0]
-        raise UserError(f"{part.place_of(wrong)}: {str(words[wrong])!r} is not the name of a node")
+        raise UserError(
+            f"{part.place_of(wrong)}: {str(words[wrong])!r} is not the name of a {part.item}"
+        )
     return np.array([names[word] for word in words[len(unknown) :].tolist()], np.int64)

@@ -1,5 +1,6 @@
 """A graph in your own files."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from attnkit.tasks.graphs.files.nodes import (
     read_labels,
     read_mask,
     read_names,
+    read_values,
 )
 from attnkit.tasks.graphs.files.part import Part
 from attnkit.tasks.graphs.splits import random_masks
@@ -44,7 +46,7 @@ class GraphFilesData(GraphDataModule):
     | `train`, `val`, `test` | numbers of nodes, or masks (see below); may lack | `train_mask`, … |
     | `edge_attr` | numbers [edges, channels] that the edges carry; may lack | `edge_features` |
     | `edge_weight` | a number of each edge; may lack | `edge_weights` |
-    | `classes` | the name of each class, if labels are numbers; may lack | |
+    | `classes` | the name of each class, if labels are numbers, or column; may lack | |
     | `nodes` | the name of each node; tables of edges and splits are by name then; may lack | |
 
     A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, these also `.gz`, or `.parquet`, which
@@ -55,8 +57,11 @@ class GraphFilesData(GraphDataModule):
     checked to be finite; `normalize_features` and `sparse_features` read it into memory. Text is
     read line by line. Nothing is unpickled, and nothing written.
 
-    A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. A label that is empty is
-    none, as −1 and nan are.
+    With `target` "labels" or "numbers", `labels` has a row for each node, of several labels (0, 1)
+    or numbers; a header names them. Nothing or nan is unknown and does not count.
+
+    A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. The label of a class that
+    is empty is none, as −1 and nan are.
 
     Edges given twice and self-loops count as they are, and a warning counts them. Without train,
     val and test a random split is drawn by `seed`: `val_fraction` and `test_fraction` of every
@@ -96,40 +101,23 @@ class GraphFilesData(GraphDataModule):
 
     def load(self) -> Data:
         parts = Parts(self.root)
-        part = self._features = parts.expect("features", "x")
-        nodes, classes = parts.find("nodes"), parts.find("classes")
+        classes = parts.find("classes")
         labels = parts.find("labels", "y") if self.predicts else parts.expect("labels", "y")
-        x = read_features(part, [p for p in (nodes, labels) if p])
-        names, count = None, len(x)
-        if nodes:
-            self.node_names = read_names(nodes, count)
-            names = {name: number for number, name in enumerate(self.node_names)}
-        part.refuse_index(x.numpy(), "a feature", list(names or ()))
-        edges = read_edges(
-            parts.expect("edges", "edge_index"),
-            count,
-            names,
-            carried={name: parts.find(*others) for name, others in CARRIED.items()},
-            undirected=self.undirected,
-        )
-        given = {split: parts.find(*MASKS[split]) for split in SPLITS}
-        if unused := parts.unused():
-            rank_zero_info(f"{self.root}: no part of a graph: {', '.join(unused)}")
+        self._features, x, names = read_nodes(parts, labels)
+        if names:
+            self.node_names = list(names)
+        edges = read_all_edges(parts, len(x), names, undirected=self.undirected)
+        splits = parts_of_splits(parts, self.predicts)
         if labels is None or self.predicts:
             return Data(x=x, **edges)
         self._labels = labels
-        y, self.class_names = read_labels(labels, count, read_names(classes) if classes else [])
-        if lacking := [split for split, part in given.items() if part is None]:
-            if len(lacking) < len(SPLITS):
-                raise UserError(f"data.root: {self.root} has no {' and no '.join(lacking)}")
-            found = self._random_split(y)
+        known = read_names(classes) if classes else []
+        if self.target == "classes":
+            y, self.class_names = read_labels(labels, len(x), known)
         else:
-            found = {
-                f"{split}_mask": read_mask(part, count, names)
-                for split, part in given.items()
-                if part
-            }
-        return Data(x=x, y=y, **edges, **found)
+            y, self.class_names = read_values(labels, len(x), self.target, known, names or ())
+        masks = {f"{name}_mask": read_mask(part, len(x), names) for name, part in splits.items()}
+        return Data(x=x, y=y, **edges, **(masks or self._random_split(y)))
 
     def place_of(self, node: int) -> str:
         return super().place_of(node) if self._features is None else self._features.node_place(node)
@@ -140,3 +128,49 @@ class GraphFilesData(GraphDataModule):
     def _random_split(self, y: Tensor) -> dict[str, Tensor]:
         rank_zero_info(f"{self.root} has no train, val and test: split by data.seed={self.seed}")
         return random_masks(y, [self.val_fraction, self.test_fraction], self.seed)
+
+
+def read_nodes(parts: Parts, beside: Part | None) -> tuple[Part, Tensor, dict[str, int] | None]:
+    """The part `features`, what it holds [nodes, channels], and the nodes by name, if they have
+    names.
+
+    Args:
+        beside: a part with a row for each node, if there is one: see `read_features`.
+    """
+    part, nodes = parts.expect("features", "x"), parts.find("nodes")
+    x = read_features(part, [other for other in (nodes, beside) if other])
+    names = None
+    if nodes:
+        names = {name: number for number, name in enumerate(read_names(nodes, len(x)))}
+    part.refuse_index(x.numpy(), "a feature", list(names or ()))
+    return part, x, names
+
+
+def read_all_edges(
+    parts: Parts, count: int, names: Mapping[str, int] | None, **options: Any
+) -> dict[str, Tensor]:
+    """The edges between so many nodes and what they carry, as `read_edges` gives them; `names` and
+    `options` are its own."""
+    carried = {name: parts.find(*others) for name, others in CARRIED.items()}
+    part = parts.expect("edges", "edge_index")
+    return read_edges(part, count, names, carried=carried, **options)
+
+
+def parts_of_splits(parts: Parts, predicts: bool) -> dict[str, Part]:
+    """Train, val and test, or nothing; the last of the parts that are looked for, so that a line
+    says which are not used.
+
+    Args:
+        predicts: whether they will not be read, so that some may lack.
+
+    Raises:
+        UserError: some of them are there, but not all.
+    """
+    found = {split: parts.find(*MASKS[split]) for split in SPLITS}
+    given = {split: part for split, part in found.items() if part}
+    if unused := parts.unused():
+        rank_zero_info(f"{parts.root}: no part of a graph: {', '.join(unused)}")
+    lacking = [split for split in SPLITS if split not in given]
+    if given and lacking and not predicts:
+        raise UserError(f"data.root: {parts.root} has no {' and no '.join(lacking)}")
+    return given

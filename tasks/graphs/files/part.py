@@ -41,6 +41,7 @@ class Part(ABC):
         rows: how many it should have, if another file says so.
 
     Attributes:
+        item: what a row is of, in messages: a node, or a graph.
         form: of text known at once, of Parquet after reading.
         index: of what was read last, for each column of the index what a message calls it, and its
             values.
@@ -48,6 +49,7 @@ class Part(ABC):
     """
 
     is_table = True
+    item = "node"
     form = Form()
 
     def __init__(self, path: Path, where: str = "", rows: int | None = None) -> None:
@@ -76,7 +78,7 @@ class Part(ABC):
 
     def node_place(self, node: int) -> str:
         """Where the row of a node is, for a message; of an array with the node's number."""
-        return self.place_of(node) if self.is_table else f"{self.where}: node {node}"
+        return self.place_of(node) if self.is_table else f"{self.where}: {self.item} {node}"
 
     def words(self, count: int | None = None) -> np.ndarray:
         """What stands in it, [rows] or of several columns [rows, columns]: text, or the numbers
@@ -151,8 +153,8 @@ class Part(ABC):
             is_index |= np.array_equal(first, numbers.astype(first.dtype))
         if len(first) > 1 and is_index:
             raise UserError(
-                f"{self.where}: the first column counts the rows or names the nodes: it is an "
-                f"index, or {what}; leave out an index, and put {what} behind another column"
+                f"{self.where}: the first column counts the rows or names the {self.item}s: it is "
+                f"an index, or {what}; leave out an index, and put {what} behind another column"
             )
 
     def without_header(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from attnkit.lightning.resume.sampler import ResumableSampler
 
@@ -42,8 +42,11 @@ class TokenSampler(ResumableSampler):
         return (batch.tolist() for batch in batches[self.rank :: self.num_replicas])
 
 
-class TokenLists(DistributedSampler):
+class TokenLists(DistributedSampler, SequentialSampler):
     """The graphs that another sampler gives, in its order, as lists of at most so many nodes.
+
+    It is a `SequentialSampler`, as Lightning puts one of those, which gives single graphs, in the
+    place of others where `overfit_batches` is set.
 
     Args:
         graphs: the other sampler, of a data set with `sizes` and `batch_nodes`, the most nodes of a
@@ -63,7 +66,7 @@ class TokenLists(DistributedSampler):
             self.lists[-1].append(number)
             nodes += sizes[number]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.lists)
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ import attnkit as toolkit
 from attnkit.launch.main import main
 from attnkit.metrics.localisation import area, mass
 from attnkit.tasks.captioning import ImageCaptioning, ScenesData
+from attnkit.tasks.graphs import DigitGridsData
 from attnkit.tasks.image_classification import NeedleDigits
 
 pytestmark = pytest.mark.slow
@@ -21,9 +22,11 @@ TIMM = ("model=timm", "model.name=vit_tiny_patch16_224", "+model.depth=2", "mode
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The runs `graph`, `captions` and `needle`, and a picture."""
+    """The runs `graph`, `graphs`, `captions` and `needle`, and a picture."""
     folder = tmp_path_factory.mktemp("explain")
     graph = ("task=graph", "data=dictionary_lookup", "data.k=3", "trainer.max_epochs=2")
+    graphs = ("task=graph", "level=graph", "model.hidden_channels=8", "trainer.max_epochs=1",
+              "trainer.limit_batches=2")  # fmt: skip
     captions = (
         "task=captioning", "encoder.dim=16", "encoder.stages=[[8],[8],[16]]", "decoder.dim=16",
         "data.image_size=24", "data.num_train=32", "data.num_val=4", "data.num_test=5",
@@ -34,7 +37,8 @@ def runs(tmp_path_factory):
         "data.num_test=20", "model.dim=16", "model.depth=1", "model.num_heads=1",
         "trainer.max_epochs=1",
     )  # fmt: skip
-    for name, command in {"graph": graph, "captions": captions, "needle": needle}.items():
+    made = {"graph": graph, "graphs": graphs, "captions": captions, "needle": needle}
+    for name, command in made.items():
         assert main([*command, *QUIET, f"run_dir={folder / name}"]) == 0
     pixels = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(folder / "picture.png")
@@ -62,6 +66,32 @@ def test_nodes(attnkit, runs):
     assert page.count("<h2>") == 2
     assert "<h2>Node 2</h2>" in page
     assert "forwards of what reaches a node" in done.out
+
+
+def test_whole_graphs(attnkit, runs):
+    few = (f"ckpt={runs}/graphs", "explain.trust=none", "explain.num_images=3")
+    done = attnkit("run=explain", *few, "run_dir=x")
+    assert done.code == 0, done.err
+    assert "shown: 3 of 359 test graphs, from each class in turn" in done.out
+    data = DigitGridsData()
+    data.setup()
+    numbers = data.sets["test"].numbers.tolist()
+    first = [next(n for n in numbers if data.graphs.y[n] == digit) for digit in range(3)]
+    assert [int(row["graph"]) for row in rows_of("x")] == first
+    assert [row["label"] for row in rows_of("x")] == ["0", "1", "2"]
+    done = attnkit("run=predict", f"ckpt={runs}/graphs", "run_dir=said")
+    assert done.code == 0, done.err
+    with Path("said/predictions.csv").open(newline="") as file:
+        said = {row["graph"]: row["label"] for row in csv.DictReader(file)}
+    assert all(row["predicted"] == said[row["graph"]] for row in rows_of("x"))
+    page = Path("x/explain.html").read_text()
+    assert page.count("<h2>") == 3
+    assert f"<h2>Graph {first[2]}</h2>" in page
+    done = attnkit("run=explain", *few, "explain.graphs=[1796,3]", "run_dir=y")
+    assert done.code == 0, done.err
+    assert [row["graph"] for row in rows_of("y")] == ["1796", "3"]
+    seen = toolkit.run(resume=str(runs / "graphs")).explain(graph=3)
+    np.testing.assert_allclose(np.load("y/maps.npz")["edges_3_relevance"], seen.edges, atol=1e-6)
 
 
 def test_sentences(attnkit, runs):
@@ -126,6 +156,16 @@ def test_a_network_that_nobody_trained(attnkit, runs):
 
 REFUSED = [
     (("ckpt=RUNS/graph",), "explain.nodes: expected the numbers of the nodes to explain"),
+    (
+        ("ckpt=RUNS/graph", "explain.graphs=[1]", "explain.nodes=[1]"),
+        "explain.graphs: expected none",
+    ),
+    (
+        ("ckpt=RUNS/graphs", "explain.graphs=[1797]"),
+        "explain.graphs: expected numbers from 0 to 1796, got 1797",
+    ),
+    (("ckpt=RUNS/graphs", "explain.nodes=[3]"), "explain.nodes: expected none for graphs, got [3]"),
+    (("ckpt=RUNS/graphs", "graphs=[3]"), "graphs: attnkit has no such key; of run=explain: expl"),
     (("ckpt=RUNS/graph", "explain.nodes=[1,100000]"), "explain.nodes: expected numbers from 0 to"),
     (
         ("ckpt=RUNS/graph", "explain.nodes=[1]", "images=RUNS/picture.png"),
