@@ -66,7 +66,7 @@ class TokenLists(DistributedSampler, SequentialSampler):
             self.lists[-1].append(number)
             nodes += sizes[number]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.lists)
 
     def __len__(self) -> int:
