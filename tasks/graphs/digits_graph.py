@@ -9,7 +9,6 @@ from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
 from attnkit.core.arguments import at_least
-from attnkit.tasks.graphs.checks import Target
 from attnkit.tasks.graphs.data import GraphDataModule
 from attnkit.tasks.graphs.splits import planetoid_masks
 
@@ -23,9 +22,9 @@ class DigitsGraphData(GraphDataModule):
     more. Source of the digits: UCI (Alpaydin and Kaynak, 1998), the part scikit-learn ships.
 
     With `target="labels"` it is learned whether a digit is odd, is 5 or more and has a loop (see
-    `digit_labels`). With "numbers" the features are the upper half of the picture alone, and learned
-    is the ink of the lower half, left and right, in pixels: that of a node is not in its features,
-    but the graph says which digits it resembles.
+    `digit_labels`). With "numbers" the features are the upper half of the picture alone, and what
+    is learned is the ink of the lower half, left and right, in pixels: it is not in the features of
+    a node, but the graph says which digits the node resembles.
 
     Args:
         k: neighbours of a digit, itself not counted.

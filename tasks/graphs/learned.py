@@ -27,7 +27,7 @@ class LearnsClasses(ClassificationModule):
         class_weights: see `ClassificationModule`.
     """
 
-    targets = ("classes",)
+    targets: tuple[str, ...] = ("classes",)
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class LearnsValues(ValuesModule):
 
     level: str
     first_columns: tuple[str, ...]
+    targets: tuple[str, ...]
 
     def __init__(
         self,

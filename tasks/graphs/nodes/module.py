@@ -37,7 +37,7 @@ class Nodes(OfGraphs):
     """
 
     level = "node"
-    first_columns = ("graph", "node", "name")
+    first_columns: tuple[str, ...] = ("graph", "node", "name")
     in_units: Callable[[Tensor], Tensor]
 
     @cached_property

@@ -23,7 +23,7 @@ class WholeGraphs(OfGraphs):
     """
 
     level = "graph"
-    first_columns = ("graph", "name")
+    first_columns: tuple[str, ...] = ("graph", "name")
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
