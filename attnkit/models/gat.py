@@ -189,7 +189,7 @@ class GAT(GraphModel):
                 )
                 for _ in range(num_layers)
             )
-            width = self.reads(readout, pool, hidden_channels, heads, backend)
+            width = self._reads(readout, pool, hidden_channels, heads, backend)
             self.head = nn.Sequential(
                 make_norm(norm, hidden_channels), nn.Linear(width, num_classes)
             )
@@ -211,7 +211,7 @@ class GAT(GraphModel):
             )
             for size, drop in zip(sizes[:num_hidden], drops, strict=False)
         ]
-        width = self.reads(readout, pool, hidden_channels, heads, backend)
+        width = self._reads(readout, pool, hidden_channels, heads, backend)
         if last_linear:
             self.head = nn.Sequential(nn.Dropout(dropout_p), nn.Linear(width, num_classes))
         else:
@@ -239,7 +239,7 @@ class GAT(GraphModel):
             edge_index: as in `GraphAttention`; or, with the readout "node", a receptive field.
             batch, num_graphs, pairs: as in `GraphTransformer`.
         """
-        lengths = self.sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
+        lengths = self._sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
         hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.layers), self.edge_dim)
         is_wrong = isinstance(x, Tensor) and x.shape[-1] != self.in_channels
         if len(self.stem) and is_wrong:  # told before the dropout draws
@@ -252,7 +252,7 @@ class GAT(GraphModel):
         *before, last = self.head
         for module in before:
             x = module(x)
-        return last(self.read(x, lengths, pairs))
+        return last(self._read(x, lengths, pairs))
 
     @property
     def hops(self) -> Hops | None:

@@ -143,7 +143,7 @@ class GraphTransformer(GraphModel):
             for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(hidden_channels)
-        width = self.reads(readout, pool, hidden_channels, heads, backend)
+        width = self._reads(readout, pool, hidden_channels, heads, backend)
         self.head = nn.Linear(width, num_classes)
 
     def reset_parameters(self) -> None:
@@ -182,7 +182,7 @@ class GraphTransformer(GraphModel):
         if given != expected:
             wanted = "none" if expected is None else f"[nodes, position_dim] = {expected}"
             raise ValueError(f"positions: expected {wanted}, got {given}")
-        lengths = self.sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
+        lengths = self._sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
         if self.joins and isinstance(edge_index, ReceptiveField):
             raise ValueError(
                 "edge_index: with expander edges or virtual nodes every output depends on all "
@@ -207,7 +207,7 @@ class GraphTransformer(GraphModel):
         for block, (edges, features) in zip(self.blocks, hops, strict=True):
             x = block(x, edges, features, mask=mask)
         x = self.norm(x[:num_nodes] if self.num_virtual_nodes else x)
-        return self.head(self.read(x, lengths, pairs))
+        return self.head(self._read(x, lengths, pairs))
 
     def _join(
         self, edges: Edges, edge_attr: Tensor | None, lengths: Tensor, dtype: torch.dtype

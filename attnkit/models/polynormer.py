@@ -154,7 +154,7 @@ class Polynormer(GraphModel):
             PolynormerGlobal(dim, heads, beta, global_dropout_p, backend)
             for _ in range(num_global_layers)
         )
-        width = self.reads(readout, pool, dim, heads, backend)
+        width = self._reads(readout, pool, dim, heads, backend)
         self.local_head = nn.Linear(width, num_classes) if local_steps else None
         self.head = nn.Linear(width, num_classes)
         self.register_buffer("steps", torch.empty((), dtype=torch.long))
@@ -180,7 +180,7 @@ class Polynormer(GraphModel):
             batch, num_graphs, pairs: as in `GraphTransformer`.
         """
         edges = as_edges(edge_index, x.shape[0])
-        lengths = self.sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
+        lengths = self._sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
         mask = None if lengths is None else Packed(lengths)
         is_local = self.local_head is not None and int(self.steps) < self.local_steps
         x = self.dropout(self.embed(x))
@@ -194,4 +194,4 @@ class Polynormer(GraphModel):
         if self.training:
             self.steps += 1
         assert head is not None
-        return head(self.read(x, lengths, pairs))
+        return head(self._read(x, lengths, pairs))

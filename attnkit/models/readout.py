@@ -61,8 +61,8 @@ class GraphModel(EdgeModule):
         "graph"     pool(x_i of the graph), of each graph
         "edge"      [x_i, x_j], of each pair of nodes
 
-    A subclass calls `reads` in its constructor, `sizes_of_graphs` before it computes anything, and
-    `read` before its last linear layer.
+    A subclass calls `_reads` in its constructor, `_sizes_of_graphs` before it computes or draws
+    anything, and `_read` before its last linear layer.
     """
 
     takes_edges = True
@@ -71,7 +71,7 @@ class GraphModel(EdgeModule):
     readout: ReadOut
     pool: nn.Module | None
 
-    def reads(self, readout: ReadOut, pool: Pool, dim: int, heads: int, backend: str) -> int:
+    def _reads(self, readout: ReadOut, pool: Pool, dim: int, heads: int, backend: str) -> int:
         """Set `readout` and `pool`, and return how many channels the last linear layer reads.
 
         Args:
@@ -93,7 +93,7 @@ class GraphModel(EdgeModule):
             self.pool = GraphPool(dim, heads, backend=backend) if learned else PlainPool(pool)
         return dim * (1 + (readout == "edge"))
 
-    def sizes_of_graphs(
+    def _sizes_of_graphs(
         self,
         x: Tensor,
         edge_index: Tensor | Edges | ReceptiveField,
@@ -127,7 +127,7 @@ class GraphModel(EdgeModule):
             raise ValueError(f"num_graphs: {num_graphs} need batch, the graph of each node")
         return None
 
-    def read(self, x: Tensor, lengths: Tensor | None, pairs: Tensor | None) -> Tensor:
+    def _read(self, x: Tensor, lengths: Tensor | None, pairs: Tensor | None) -> Tensor:
         """What the last linear layer reads of the nodes [nodes, dim]."""
         if self.pool is not None:
             return self.pool(x, lengths)

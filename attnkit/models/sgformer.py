@@ -87,7 +87,7 @@ class SGFormer(GraphModel):
         self.local_ends = nn.ModuleList(
             _end(nn.BatchNorm1d(size), convolution_dropout_p) for _ in range(num_convolutions + 1)
         )
-        self.head = nn.Linear(self.reads(readout, pool, size, 1, backend), num_classes)
+        self.head = nn.Linear(self._reads(readout, pool, size, 1, backend), num_classes)
 
     def forward(
         self,
@@ -105,7 +105,7 @@ class SGFormer(GraphModel):
             batch, num_graphs, pairs: as in `GraphTransformer`.
         """
         edges = as_edges(edge_index, x.shape[0])
-        lengths = self.sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
+        lengths = self._sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
         first, *ends = self.global_ends
         everywhere = first(self.global_embed(x))
         for attention, end in zip(self.attentions, ends, strict=True):
@@ -116,7 +116,7 @@ class SGFormer(GraphModel):
             local = end(convolution(local, edges)) + start
         weight = self.graph_weight
         x = weight * local + (1 - weight) * everywhere
-        return self.head(self.read(x, lengths, pairs))
+        return self.head(self._read(x, lengths, pairs))
 
 
 def _end(norm: nn.Module, dropout_p: float) -> Any:
