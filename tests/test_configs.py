@@ -42,7 +42,7 @@ WHOLE = [
     "task=spatial model=cnn backbone=resnet attention=spatial callbacks=ema trainer=auto",
     "task=captioning model=captioner data=scenes callbacks=looks trainer=cpu",
     "task=graph level=node model=gatv2 data=digits_graph callbacks=default trainer=cpu",
-    "task=graph level=graph model=gat data=digit_grids trainer=cpu",
+    "task=graph level=graph model=gps data=digit_grids trainer=cpu",
 ]
 # Trained, the rest of the groups: a file that needs no run of its own goes with another's.
 TRAINED = [
@@ -51,7 +51,7 @@ TRAINED = [
     "task=vit model=vit_tiny data=needle_digits optimizer=adamw callbacks=default trainer=cpu",
     "task=vit model=vit_small optimizer=sgd scheduler=constant finetune=full trainer=cpu",
     "task=graph level=graph_values model=sgformer trainer=cpu",
-    "task=graph level=graph data=pyg_graphs trainer=cpu",
+    "task=graph level=graph model=gat data=pyg_graphs trainer=cpu",
     "task=graph model=gat data=planetoid optimizer=adamw trainer=cpu",
     "task=graph model=exphormer data=graph_files trainer=cpu",
     "task=graph model=sgformer data=infection trainer=cpu",
