@@ -51,7 +51,7 @@ TRAINED = [
     "task=vit model=vit_tiny data=needle_digits optimizer=adamw callbacks=default trainer=cpu",
     "task=vit model=vit_small optimizer=sgd scheduler=constant finetune=full trainer=cpu",
     "task=graph level=graph_values model=sgformer trainer=cpu",
-    "task=graph level=graph data=pyg_graphs trainer=cpu",
+    "task=graph level=graph model=gat data=pyg_graphs trainer=cpu",
     "task=graph level=graph data=graphs_files trainer=cpu",
     "task=graph level=node_values data=digits_values trainer=cpu",
     "task=graph level=node_values model=gat data=ppi trainer=cpu",

@@ -11,7 +11,7 @@ import attnkit.models
 from attnkit.core.lazy import homes
 from attnkit.finetune import LoRALinear
 from attnkit.layers.graph.convolution import GraphConvolution
-from attnkit.layers.graph.transformer_block import GraphPool
+from attnkit.models.readout import GraphPool
 from attnkit.surgery.insert import IdentityStart
 
 METADATA = (["a", "b"], [("a", "to", "b"), ("b", "of", "a")])

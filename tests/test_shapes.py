@@ -453,7 +453,7 @@ def graphs():
     yield called(field.rows, x)
     yield called(layers.SparseDropout().forward, x.to_sparse_csr())
     yield called(layers.SparseLinear(18, 78).forward, x.to_sparse_csr())
-    yield called(attnkit.GAT(18, 16, 31, edge_dim=17).forward, x, *graph)
+    yield called(attnkit.GAT(18, 16, 31, edge_dim=17).forward, x, *graph, but={"rows": 19})
     for model in (attnkit.SGFormer(18, 16, 31), attnkit.Polynormer(18, 16, 31)):
         yield called(model.forward, x, edge_index, batch=torch.zeros(19).long(), but={"rows": 19})
     inputs, labels = (x, *graph), torch.arange(19) % 31

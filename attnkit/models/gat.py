@@ -1,4 +1,4 @@
-"""Graph attention networks for node classification."""
+"""Graph attention networks."""
 
 from functools import partial
 from typing import Annotated
@@ -16,21 +16,22 @@ from attnkit.layers.graph.block import (
     make_activation,
     make_norm,
 )
-from attnkit.layers.graph.inputs import EdgeModule
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
 from attnkit.models.hops import Hops
+from attnkit.models.readout import GraphModel, Pool, ReadOut
 
 
-class GAT(EdgeModule):
+class GAT(GraphModel):
     """Graph attention network (Veličković et al., Graph Attention Networks, 2018).
 
         x = elu(attention(dropout(x)))        for each layer but the last
         logits = attention(dropout(x))        whose heads are averaged
 
-    Nodes [nodes, in_channels] in, logits [nodes, num_classes] out. By default the network of the
-    paper's citation graphs with `hidden_channels=64`: two layers, 8 heads of 8 channels, one output
-    head, self-loops, dropout 0.6 of every layer's input and of the attention.
+    Nodes [nodes, in_channels] in, logits [nodes, num_classes] out, or by the readout of graphs or
+    pairs of nodes. By default the network of the paper's citation graphs with `hidden_channels=64`:
+    two layers, 8 heads of 8 channels, one output head, self-loops, dropout 0.6 of every layer's
+    input and of the attention.
 
     With `residual`, `norm` and `last_linear`, and on some graphs `first_linear`, it is the network
     of Luo et al. (Classic GNNs are Strong Baselines, 2024), who use one head, relu, no dropout of
@@ -72,7 +73,9 @@ class GAT(EdgeModule):
         norm: "layer", "batch" or None: before the activation of each layer but the last, with
             `last_linear` of each layer; with residual blocks as above.
         first_linear: a linear layer before the first attention.
-        last_linear: a linear layer gives the logits, behind attention layers that are all alike.
+        last_linear: a linear layer gives the logits, behind attention layers that are all alike; so
+            it is with a readout other than "node".
+        readout, pool: what the last linear layer reads, as in `GraphTransformer`.
         mlp_ratio: None, or residual blocks with MLPs of this width over `hidden_channels`.
         separate_self: the node's own value beside what it gathered; with residual blocks.
         add_self_loops: None: unless `separate_self`.
@@ -85,12 +88,9 @@ class GAT(EdgeModule):
             as `heads`, `norm` or `activation` of a single layer without residual blocks.
     """
 
-    takes_edges = True
-    """Whether `edge_index` may be `attnkit.Edges`."""
-
     num_hops: int | None
     """How many edges away the logits of a node look, for `ReceptiveField`; None: everywhere, as
-    with the statistics of batch normalization."""
+    with the statistics of batch normalization, or no logits of nodes."""
 
     def __init__(
         self,
@@ -110,6 +110,8 @@ class GAT(EdgeModule):
         norm: Norm | None = None,
         first_linear: bool = False,
         last_linear: bool = False,
+        readout: ReadOut = "node",
+        pool: Pool = "attention",
         mlp_ratio: float | None = None,
         separate_self: bool = False,
         add_self_loops: bool | None = None,
@@ -119,6 +121,8 @@ class GAT(EdgeModule):
     ) -> None:
         super().__init__()
         at_least(1, num_layers=num_layers, heads=heads)
+        asks = "last_linear" if last_linear else f"readout={readout!r}"
+        last_linear = last_linear or (readout != "node" and mlp_ratio is None)
         up_to_1(dropout_p=dropout_p, input_dropout_p=input_dropout_p)
         if num_layers > 1 or last_linear or mlp_ratio is not None:
             divides("heads", heads, hidden_channels=hidden_channels)
@@ -147,8 +151,8 @@ class GAT(EdgeModule):
                 )
         if last_linear and out_heads is not None:
             raise ValueError(
-                "out_heads: last_linear gives the logits, there are no heads of the last layer to "
-                f"average: expected None, got {out_heads}"
+                f"out_heads: with {asks} a linear layer gives the logits, there are no heads of "
+                f"the last layer to average: expected None, got {out_heads}"
             )
         first = None
         if first_linear or mlp_ratio is not None:
@@ -160,7 +164,7 @@ class GAT(EdgeModule):
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.edge_dim = edge_dim
-        self.num_hops = None if norm == "batch" else num_layers
+        self.num_hops = None if norm == "batch" or readout != "node" else num_layers
         attention = partial(
             GraphAttention,
             score=score,
@@ -185,8 +189,9 @@ class GAT(EdgeModule):
                 )
                 for _ in range(num_layers)
             )
+            width = self._reads(readout, pool, hidden_channels, heads, backend)
             self.head = nn.Sequential(
-                make_norm(norm, hidden_channels), nn.Linear(hidden_channels, num_classes)
+                make_norm(norm, hidden_channels), nn.Linear(width, num_classes)
             )
             return
         inner = hidden_channels if isinstance(in_channels, int) else (hidden_channels,) * 2
@@ -206,10 +211,9 @@ class GAT(EdgeModule):
             )
             for size, drop in zip(sizes[:num_hidden], drops, strict=False)
         ]
+        width = self._reads(readout, pool, hidden_channels, heads, backend)
         if last_linear:
-            self.head = nn.Sequential(
-                nn.Dropout(dropout_p), nn.Linear(hidden_channels, num_classes)
-            )
+            self.head = nn.Sequential(nn.Dropout(dropout_p), nn.Linear(width, num_classes))
         else:
             last = attention(
                 sizes[-1], num_classes, out_heads or 1, concat=False, residual=residual
@@ -222,13 +226,20 @@ class GAT(EdgeModule):
         x: Annotated[Tensor, "nodes channels"],
         edge_index: Annotated[Tensor, "2 edges", int] | Edges | ReceptiveField,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
-    ) -> Annotated[Tensor, "nodes classes"]:
-        """Logits of the nodes, or of those that a receptive field is of.
+        *,
+        batch: Annotated[Tensor, "nodes", int] | None = None,
+        num_graphs: int | None = None,
+        pairs: Annotated[Tensor, "2 pairs", int] | None = None,
+    ) -> Annotated[Tensor, "rows classes"]:
+        """Logits of nodes, graphs or pairs, by the readout; or of the nodes that a receptive field
+        is of.
 
         Args:
             x: dense or sparse CSR, of which the values are dropped.
-            edge_index: as in `GraphAttention`; or a receptive field.
+            edge_index: as in `GraphAttention`; or, with the readout "node", a receptive field.
+            batch, num_graphs, pairs: as in `GraphTransformer`.
         """
+        lengths = self._sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
         hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.layers), self.edge_dim)
         is_wrong = isinstance(x, Tensor) and x.shape[-1] != self.in_channels
         if len(self.stem) and is_wrong:  # told before the dropout draws
@@ -236,9 +247,17 @@ class GAT(EdgeModule):
         x = self.stem(x)
         for layer, (edges, features) in zip(self.layers, hops, strict=True):
             x = layer(x, edges, features)
-        return self.head(x)
+        if self.readout == "node":
+            return self.head(x)
+        *before, last = self.head
+        for module in before:
+            x = module(x)
+        return last(self._read(x, lengths, pairs))
 
     @property
-    def hops(self) -> Hops:
-        """The network layer by layer, for a graph that is computed in parts."""
+    def hops(self) -> Hops | None:
+        """The network layer by layer, for a graph that is computed in parts; None with another
+        readout than "node"."""
+        if self.readout != "node":
+            return None
         return Hops(self.stem, list(self.layers), self.head)

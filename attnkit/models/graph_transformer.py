@@ -1,34 +1,27 @@
 """A graph transformer: local attention along edges and global attention in each graph."""
 
 from functools import partial
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.arguments import at_least, choice
+from attnkit.core.arguments import at_least
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import kept
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.attention import GraphScoreName
 from attnkit.layers.graph.far.expander import joined_edges
-from attnkit.layers.graph.inputs import EdgeModule, check_pairs
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
 from attnkit.layers.graph.sparse import SparseLinear
-from attnkit.layers.graph.transformer_block import (
-    GlobalAttention,
-    GraphPool,
-    GraphTransformerBlock,
-    graph_lengths,
-)
+from attnkit.layers.graph.transformer_block import GlobalAttention, GraphTransformerBlock
 from attnkit.layers.tokens.block import Activation
 from attnkit.models.hops import Hops
+from attnkit.models.readout import GraphModel, Pool, ReadOut
 
-ReadOut = Literal["node", "graph", "edge"]
 
-
-class GraphTransformer(EdgeModule):
+class GraphTransformer(GraphModel):
     """Graph transformer of pre-norm blocks (Rampášek et al., GraphGPS, 2022; with local attention
     alone, Dwivedi and Bresson 2021).
 
@@ -51,7 +44,9 @@ class GraphTransformer(EdgeModule):
         num_layers, heads: of the blocks.
         local: the score along edges, as in `GraphAttention`; None: no local attention.
         global_attention: "softmax", "linear" for large graphs, or None.
-        readout: "node", "graph", pooled by attention with one learned query, or "edge".
+        readout: what the logits are of: "node", "graph" or "edge", pairs of nodes.
+        pool: of the readout "graph": "attention" with one learned query, or PyG's global "mean",
+            "sum" or "max".
         position_dim: channels of positional encodings, such as those of PyG's transforms
             `AddRandomWalkPE` and `AddLaplacianEigenvectorPE`; None: there are none.
         random_signs: flip the sign of each column of the positions at random in training, as is
@@ -67,9 +62,6 @@ class GraphTransformer(EdgeModule):
         ValueError: sizes that do not divide, unknown choices, arguments that are missing.
     """
 
-    takes_edges = True
-    """Whether `edge_index` may be `attnkit.Edges`."""
-
     num_hops: int | None
     """How many edges away the logits of a node look; None: to every node."""
 
@@ -84,6 +76,7 @@ class GraphTransformer(EdgeModule):
         local: GraphScoreName | None = "scaled_dot",
         global_attention: GlobalAttention | None = "softmax",
         readout: ReadOut = "node",
+        pool: Pool = "attention",
         position_dim: int | None = None,
         random_signs: bool = False,
         edge_dim: int | None = None,
@@ -97,7 +90,6 @@ class GraphTransformer(EdgeModule):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        choice(get_args(ReadOut), readout=readout)
         at_least(1, num_layers=num_layers)
         if random_signs and position_dim is None:
             raise ValueError("random_signs: needs positions, but position_dim is None")
@@ -119,7 +111,6 @@ class GraphTransformer(EdgeModule):
         self.num_classes = num_classes
         self.edge_dim = edge_dim
         self.position_dim = position_dim
-        self.readout = readout
         is_local = global_attention is None and readout == "node" and not self.joins
         self.num_hops = num_layers if is_local else None
         self.random_signs = random_signs
@@ -152,10 +143,8 @@ class GraphTransformer(EdgeModule):
             for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(hidden_channels)
-        self.pool = None
-        if readout == "graph":
-            self.pool = GraphPool(hidden_channels, heads, backend=backend)
-        self.head = nn.Linear(hidden_channels * (1 + (readout == "edge")), num_classes)
+        width = self._reads(readout, pool, hidden_channels, heads, backend)
+        self.head = nn.Linear(width, num_classes)
 
     def reset_parameters(self) -> None:
         """The virtual nodes standard normal."""
@@ -193,20 +182,15 @@ class GraphTransformer(EdgeModule):
         if given != expected:
             wanted = "none" if expected is None else f"[nodes, position_dim] = {expected}"
             raise ValueError(f"positions: expected {wanted}, got {given}")
-        if (pairs is None) != (self.readout != "edge"):
-            given = None if pairs is None else list(pairs.shape)
-            raise ValueError(f"pairs: only for the readout 'edge', got {given} in {self.readout!r}")
-        if pairs is not None:
-            check_pairs(pairs, x.shape[0])
+        lengths = self._sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
         if self.joins and isinstance(edge_index, ReceptiveField):
             raise ValueError(
                 "edge_index: with expander edges or virtual nodes every output depends on all "
                 "nodes, expected no receptive field"
             )
         hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.blocks), self.edge_dim)
-        lengths = torch.tensor([x.shape[0]], device=x.device)
-        if batch is not None:
-            lengths = graph_lengths(batch, num_graphs, num_nodes=x.shape[0])
+        if lengths is None:
+            lengths = torch.tensor([x.shape[0]], device=x.device)
         x = self.embed(x)
         if positions is not None and self.position_embed is not None:
             if self.random_signs and self.training:
@@ -223,11 +207,7 @@ class GraphTransformer(EdgeModule):
         for block, (edges, features) in zip(self.blocks, hops, strict=True):
             x = block(x, edges, features, mask=mask)
         x = self.norm(x[:num_nodes] if self.num_virtual_nodes else x)
-        if self.pool is not None:
-            x = self.pool(x, lengths)
-        elif pairs is not None:
-            x = torch.cat([x[pairs[0]], x[pairs[1]]], dim=1)
-        return self.head(x)
+        return self.head(self._read(x, lengths, pairs))
 
     def _join(
         self, edges: Edges, edge_attr: Tensor | None, lengths: Tensor, dtype: torch.dtype

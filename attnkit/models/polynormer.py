@@ -1,19 +1,19 @@
 """Polynormer: local attention, then global linear attention, both gated by products of nodes."""
 
-from typing import Annotated, get_args
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.arguments import at_least, choice, divides, share
+from attnkit.core.arguments import at_least, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.normalizers import Linear
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
-from attnkit.layers.graph.inputs import EdgeModule, as_edges
+from attnkit.layers.graph.inputs import as_edges
 from attnkit.layers.graph.sparse import SparseLinear
-from attnkit.layers.graph.transformer_block import GraphPool, Pooled, graph_lengths
+from attnkit.models.readout import GraphModel, Pool, ReadOut
 
 
 class PolynormerLocal(nn.Module):
@@ -67,7 +67,7 @@ class PolynormerGlobal(nn.Module):
         return self.dropout(self.out_proj(y).relu())
 
 
-class Polynormer(EdgeModule):
+class Polynormer(GraphModel):
     """Polynomial-expressive graph transformer in linear time (Deng et al., Polynormer, 2024).
 
         x = dropout(W x)
@@ -82,9 +82,10 @@ class Polynormer(EdgeModule):
     the logits, then all of them; the step is counted in the buffer `steps`. What is not trained
     then has no gradients, which DDP must be told (`find_unused_parameters`).
 
-    Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out, or with
-    the readout "graph", which the paper does not have, [graphs, num_classes]. A sampled sub-graph
-    is a graph of its own: global attention sees its nodes only.
+    Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out; the
+    readouts "graph" and "edge", which the paper does not have, give [graphs, num_classes] and
+    [pairs, num_classes]. A sampled sub-graph is a graph of its own: global attention sees its nodes
+    only.
 
     Args:
         in_channels: channels of the nodes.
@@ -95,8 +96,7 @@ class Polynormer(EdgeModule):
         score: of local attention.
         beta: what of a layer is not gated, 0 to 1.
         local_steps: steps of training with the local layers alone; 0: none.
-        readout: "node", or "graph": what W_g and W_l read is pooled by attention with one learned
-            query, the same for both.
+        readout, pool: what W_g and W_l read, as in `GraphTransformer`, the same for both.
         dropout_p: of the input and the local layers.
         global_dropout_p: of the global layers.
         backend: the attention kernel, as in `attnkit.attend`.
@@ -104,9 +104,6 @@ class Polynormer(EdgeModule):
     Raises:
         ValueError: sizes that do not divide, or a number out of range.
     """
-
-    takes_edges = True
-    """Whether `edge_index` may be `attnkit.Edges`."""
 
     steps: Tensor
 
@@ -122,7 +119,8 @@ class Polynormer(EdgeModule):
         score: GraphScoreName = "gat",
         beta: float = 0.9,
         local_steps: int = 0,
-        readout: Pooled = "node",
+        readout: ReadOut = "node",
+        pool: Pool = "attention",
         dropout_p: float = 0.5,
         global_dropout_p: float = 0.5,
         backend: str = "auto",
@@ -134,11 +132,9 @@ class Polynormer(EdgeModule):
         share(dropout_p=dropout_p, global_dropout_p=global_dropout_p)
         if not 0 <= beta <= 1:
             raise ValueError(f"beta: expected 0 to 1, got {beta}")
-        choice(get_args(Pooled), readout=readout)
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.local_steps = local_steps
-        self.readout = readout
         dim = hidden_channels
         self.embed = SparseLinear(in_channels, dim)
         self.dropout = nn.Dropout(dropout_p)
@@ -158,9 +154,9 @@ class Polynormer(EdgeModule):
             PolynormerGlobal(dim, heads, beta, global_dropout_p, backend)
             for _ in range(num_global_layers)
         )
-        self.pool = GraphPool(dim, heads, backend=backend) if readout == "graph" else None
-        self.local_head = nn.Linear(dim, num_classes) if local_steps else None
-        self.head = nn.Linear(dim, num_classes)
+        width = self._reads(readout, pool, dim, heads, backend)
+        self.local_head = nn.Linear(width, num_classes) if local_steps else None
+        self.head = nn.Linear(width, num_classes)
         self.register_buffer("steps", torch.empty((), dtype=torch.long))
         self.reset_parameters()
 
@@ -175,16 +171,16 @@ class Polynormer(EdgeModule):
         *,
         batch: Annotated[Tensor, "nodes", int] | None = None,
         num_graphs: int | None = None,
+        pairs: Annotated[Tensor, "2 pairs", int] | None = None,
     ) -> Annotated[Tensor, "rows classes"]:
-        """Logits of the nodes or graphs.
+        """Logits of nodes, graphs or pairs, by the readout.
 
         Args:
             edge_index: as in `GraphAttention`.
-            batch: the graph of each node, in their order; None: all are of one.
-            num_graphs: how many there are, where the last of them have no nodes.
+            batch, num_graphs, pairs: as in `GraphTransformer`.
         """
         edges = as_edges(edge_index, x.shape[0])
-        lengths = None if batch is None else graph_lengths(batch, num_graphs, num_nodes=x.shape[0])
+        lengths = self._sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
         mask = None if lengths is None else Packed(lengths)
         is_local = self.local_head is not None and int(self.steps) < self.local_steps
         x = self.dropout(self.embed(x))
@@ -198,4 +194,4 @@ class Polynormer(EdgeModule):
         if self.training:
             self.steps += 1
         assert head is not None
-        return head(x if self.pool is None else self.pool(x, lengths))
+        return head(self._read(x, lengths, pairs))

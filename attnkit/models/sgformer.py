@@ -1,19 +1,19 @@
 """SGFormer: one layer of simple global attention beside a graph convolution network."""
 
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 
-from attnkit.core.arguments import at_least, choice, share
+from attnkit.core.arguments import at_least, share
 from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.layers.graph.far.global_attention import SimpleGlobalAttention
-from attnkit.layers.graph.inputs import EdgeModule, as_edges
+from attnkit.layers.graph.inputs import as_edges
 from attnkit.layers.graph.sparse import SparseLinear
-from attnkit.layers.graph.transformer_block import GraphPool, Pooled, graph_lengths
+from attnkit.models.readout import GraphModel, Pool, ReadOut
 
 
-class SGFormer(EdgeModule):
+class SGFormer(GraphModel):
     """Simplified graph transformer for large graphs (Wu et al., SGFormer, 2023).
 
         g = dropout(relu(layer_norm(W_g x)))
@@ -27,8 +27,9 @@ class SGFormer(EdgeModule):
     the influence that the largest graph of a batch has on the others there. A sampled sub-graph is
     a graph of its own: global attention sees its nodes only.
 
-    Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out, or with
-    the readout "graph", which the paper does not have, [graphs, num_classes].
+    Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out; the
+    readouts "graph" and "edge", which the paper does not have, give [graphs, num_classes] and
+    [pairs, num_classes].
 
     Args:
         in_channels: channels of the nodes.
@@ -38,7 +39,7 @@ class SGFormer(EdgeModule):
         heads: of global attention, each as wide as the branch.
         num_convolutions: of the branch along the edges.
         graph_weight: γ, the share of that branch, 0 to 1.
-        readout: "node", or "graph": what W reads is pooled by attention with one learned query.
+        readout, pool: what W reads, as in `GraphTransformer`.
         dropout_p: of the branch of global attention.
         convolution_dropout_p: of the branch along the edges.
         backend: the kernel of the convolutions, as in `attnkit.attend`.
@@ -46,9 +47,6 @@ class SGFormer(EdgeModule):
     Raises:
         ValueError: a number out of range.
     """
-
-    takes_edges = True
-    """Whether `edge_index` may be `attnkit.Edges`."""
 
     def __init__(
         self,
@@ -60,7 +58,8 @@ class SGFormer(EdgeModule):
         heads: int = 1,
         num_convolutions: int = 2,
         graph_weight: float = 0.5,
-        readout: Pooled = "node",
+        readout: ReadOut = "node",
+        pool: Pool = "attention",
         dropout_p: float = 0.5,
         convolution_dropout_p: float = 0.5,
         backend: str = "auto",
@@ -68,13 +67,11 @@ class SGFormer(EdgeModule):
         super().__init__()
         at_least(1, num_layers=num_layers, num_convolutions=num_convolutions)
         share(dropout_p=dropout_p, convolution_dropout_p=convolution_dropout_p)
-        choice(get_args(Pooled), readout=readout)
         if not 0 <= graph_weight <= 1:
             raise ValueError(f"graph_weight: expected 0 to 1, got {graph_weight}")
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.graph_weight = graph_weight
-        self.readout = readout
         size = hidden_channels
         self.global_embed = SparseLinear(in_channels, size)
         self.attentions = nn.ModuleList(
@@ -90,8 +87,7 @@ class SGFormer(EdgeModule):
         self.local_ends = nn.ModuleList(
             _end(nn.BatchNorm1d(size), convolution_dropout_p) for _ in range(num_convolutions + 1)
         )
-        self.pool = GraphPool(size, 1, backend=backend) if readout == "graph" else None
-        self.head = nn.Linear(size, num_classes)
+        self.head = nn.Linear(self._reads(readout, pool, size, 1, backend), num_classes)
 
     def forward(
         self,
@@ -100,16 +96,16 @@ class SGFormer(EdgeModule):
         *,
         batch: Annotated[Tensor, "nodes", int] | None = None,
         num_graphs: int | None = None,
+        pairs: Annotated[Tensor, "2 pairs", int] | None = None,
     ) -> Annotated[Tensor, "rows classes"]:
-        """Logits of the nodes or graphs.
+        """Logits of nodes, graphs or pairs, by the readout.
 
         Args:
             edge_index: as in `GraphAttention`.
-            batch: the graph of each node, in their order; None: all are of one.
-            num_graphs: how many there are, where the last of them have no nodes.
+            batch, num_graphs, pairs: as in `GraphTransformer`.
         """
         edges = as_edges(edge_index, x.shape[0])
-        lengths = None if batch is None else graph_lengths(batch, num_graphs, num_nodes=x.shape[0])
+        lengths = self._sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
         first, *ends = self.global_ends
         everywhere = first(self.global_embed(x))
         for attention, end in zip(self.attentions, ends, strict=True):
@@ -120,7 +116,7 @@ class SGFormer(EdgeModule):
             local = end(convolution(local, edges)) + start
         weight = self.graph_weight
         x = weight * local + (1 - weight) * everywhere
-        return self.head(x if self.pool is None else self.pool(x, lengths))
+        return self.head(self._read(x, lengths, pairs))
 
 
 def _end(norm: nn.Module, dropout_p: float) -> Any:

@@ -9,8 +9,8 @@ from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkP
 
 import attnkit
 from attnkit.layers.graph.far.expander import expander_edges
-from attnkit.layers.graph.transformer_block import GraphPool, graph_lengths
 from attnkit.models.graph_transformer import GraphTransformer
+from attnkit.models.readout import GraphPool, graph_lengths
 
 IN, HIDDEN, CLASSES, EDGE_DIM = 5, 12, 3, 2
 

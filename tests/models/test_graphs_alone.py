@@ -1,4 +1,5 @@
-"""In evaluation a graph alone equals itself in any batch and at any place of it, in every model."""
+"""In evaluation a graph alone equals itself in any batch and at any place of it, in every model,
+and so do gradients."""
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from attnkit import (
 IN, HIDDEN, CLASSES, EDGE_DIM = 5, 12, 3, 2
 SIZES = (7, 1, 11, 2, 7)  # two of the same size
 READOUTS = "node", "graph", "edge"
+READINGS = *({"readout": readout} for readout in READOUTS), {"readout": "graph", "pool": "mean"}
 ORDERS = {"as given": [0, 1, 2, 3, 4], "the other way": [4, 3, 2, 1, 0], "two": [2, 0]}
 
 GATS = {
@@ -25,6 +27,11 @@ GATS = {
     "gatv2, batch norm": {"score": "gatv2", "norm": "batch"},
     "linear layers, batch norm": {"first_linear": True, "last_linear": True, "norm": "batch"},
     "gat_sep": {"mlp_ratio": 1.0, "separate_self": True, "norm": "layer"},
+    "gat, graph": {"readout": "graph"},
+    "gat, max": {"readout": "graph", "pool": "max", "num_layers": 1, "norm": "batch"},
+    "gat, edge": {"readout": "edge"},
+    "gat_sep, graph": {"mlp_ratio": 1.0, "separate_self": True, "readout": "graph"},
+    "gat_sep, edge": {"mlp_ratio": 1.0, "norm": "batch", "readout": "edge"},
 }
 EXPANDER = {"global_attention": None, "expander_degree": 4}
 TRANSFORMERS = {
@@ -49,8 +56,20 @@ def transformer(**options):
 def models():
     for name, options in GATS.items():
         yield name, lambda options=options: GAT(IN, HIDDEN, CLASSES, heads=3, **options)
-    yield "SGFormer", lambda: SGFormer(IN, HIDDEN, CLASSES, num_layers=2, heads=2)
-    yield "Polynormer", lambda: Polynormer(IN, HIDDEN, CLASSES, num_local_layers=2, heads=3)
+    makers = {
+        "SGFormer": lambda **options: SGFormer(
+            IN, HIDDEN, CLASSES, num_layers=2, heads=2, **options
+        ),
+        "Polynormer": lambda **options: Polynormer(
+            IN, HIDDEN, CLASSES, num_local_layers=2, heads=3, **options
+        ),
+    }
+    for name, maker in makers.items():
+        for options in READINGS:
+            yield (
+                ", ".join((name, *options.values())),
+                lambda maker=maker, options=options: maker(**options),
+            )
     for name, options in TRANSFORMERS.items():
         for readout in READOUTS if name in ("softmax", "Exphormer") else READOUTS[:1]:
             yield (
@@ -92,24 +111,32 @@ def graphs():
 
 def logits(model, data, **options):
     """Of the nodes, the graphs or the pairs of the data, by the model's readout."""
-    if isinstance(data, Batch) and not isinstance(model, GAT):
+    if isinstance(data, Batch):
         options["batch"] = data.batch
-    if isinstance(model, GraphTransformer):
-        options |= {"pairs": data.pair_index} if model.readout == "edge" else {}
-        options |= {"edge_attr": data.edge_attr} if model.takes_features else {}
+    if model.readout == "edge":
+        options["pairs"] = data.pair_index
+    if getattr(model, "takes_features", False):
+        options["edge_attr"] = data.edge_attr
     return model(data.x, data.edge_index, **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_graph_of_a_batch_is_alone(name, graphs):
     model = randomised(MODELS[name]())
-    readout = getattr(model, "readout", "node")
-    with torch.no_grad():
-        alone = [logits(model, graph) for graph in graphs]
-        for order in ORDERS.values():
-            together = logits(model, Batch.from_data_list([graphs[place] for place in order]))
-            torch.testing.assert_close(together, torch.cat([alone[place] for place in order]))
-    assert sum(map(len, alone)) == {"node": sum(SIZES), "graph": 5, "edge": 15}[readout]
+    parameters = [*model.parameters()]
+    alone = [logits(model, graph) for graph in graphs]
+    for order in ORDERS.values():
+        together = logits(model, Batch.from_data_list([graphs[place] for place in order]))
+        apart = torch.cat([alone[place] for place in order])
+        torch.testing.assert_close(together, apart)
+        gradients = [
+            torch.autograd.grad(
+                rows.square().sum(), parameters, retain_graph=True, materialize_grads=True
+            )
+            for rows in (together, apart)
+        ]
+        torch.testing.assert_close(*gradients)
+    assert sum(map(len, alone)) == {"node": sum(SIZES), "graph": 5, "edge": 15}[model.readout]
     assert len({tuple(row.tolist()) for rows in alone for row in rows}) > 4
 
 
@@ -188,6 +215,6 @@ def test_a_graph_of_several_types_is_alone(name):
 
 
 def test_a_batch_of_other_nodes_is_refused(graphs):
-    for name in ("SGFormer", "Polynormer", "local alone, node"):
+    for name in ("gat", "SGFormer, node", "Polynormer, graph", "local alone, node"):
         with pytest.raises(ValueError, match=r"batch: expected \[7 nodes\], as x has, got \[5\]"):
             MODELS[name]()(graphs[0].x.float(), graphs[0].edge_index, batch=torch.zeros(5).long())

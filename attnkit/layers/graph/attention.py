@@ -30,8 +30,8 @@ from attnkit.layers.graph.inputs import (
     EdgeModule,
     Nodes,
     Size,
-    check_bias,
     check_graph,
+    rows_of_edges,
     sources_and_targets,
 )
 from attnkit.layers.graph.self_loops import (
@@ -244,9 +244,10 @@ class GraphAttention(EdgeModule):
         Raises:
             ValueError, TypeError, IndexError: features or edges of another shape or type.
         """
-        source, target, edges, features = self._read(x, edge_index, edge_attr, size)
+        source, target, edges, features, bias = self._read(
+            x, edge_index, edge_attr, size, edge_bias
+        )
         nodes = self._heads(x, source, target)
-        bias = None if edge_bias is None else check_bias(edge_bias, edges, self.heads)
         output = self._output(nodes, x, target, edges, features, bias)
         if not return_attention_weights:
             return output
@@ -301,8 +302,9 @@ class GraphAttention(EdgeModule):
         edge_index: Tensor | Edges,
         edge_attr: Tensor | None,
         size: Size | None = None,
-    ) -> tuple[Tensor, Tensor, Edges, Tensor | None]:
-        """Sources, targets, edges and their features, checked."""
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Edges, Tensor | None, Tensor | None]:
+        """Sources, targets, edges, their features and their biases, checked."""
         source, target = sources_and_targets(x, edge_index, size)
         if -1 in self.in_channels:
             self._infer(source.shape[-1], target.shape[-1])
@@ -311,19 +313,12 @@ class GraphAttention(EdgeModule):
             or self.gate_proj is not None
             or not isinstance(self.projections, GATHeads)
         )
-        return (
-            source,
-            target,
-            *check_graph(
-                source,
-                target,
-                edge_index,
-                edge_attr,
-                self.in_channels,
-                self.edge_dim,
-                needs_targets=needs_targets,
-            ),
+        edges, features = check_graph(
+            source, target, edge_index, edge_attr, self.in_channels, self.edge_dim, needs_targets
         )
+        if bias is not None:
+            bias = rows_of_edges("edge_bias", bias, edges, "heads", (self.heads, 1))
+        return source, target, edges, features, bias
 
     def _infer(self, sources: int, targets: int) -> None:
         """Take the channels that were −1 from an input."""
@@ -368,8 +363,9 @@ class GraphAttention(EdgeModule):
             nodes 0, 1, … follow, and the row of a self-loop in `edge_index`, which they replace, is
             0. The rows of the edges into one node sum to 1.
         """
-        source, target, edges, features = self._read(x, edge_index, edge_attr)
-        bias = None if edge_bias is None else check_bias(edge_bias, edges, self.heads)
+        source, target, edges, features, bias = self._read(
+            x, edge_index, edge_attr, None, edge_bias
+        )
         used, carried = self._graph(edges, features, bias)
         weights = self._weights(self._heads(x, source, target), used, carried)
         if self.add_self_loops:

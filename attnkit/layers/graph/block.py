@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from attnkit.core.arguments import choice
 from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.attention import GraphAttention
-from attnkit.layers.graph.inputs import EdgeModule, targets_among
+from attnkit.layers.graph.inputs import EdgeModule
 from attnkit.layers.graph.sparse import SparseDropout
 
 GraphActivation = Literal["elu", "relu", "gelu"]
@@ -86,4 +86,5 @@ class GraphBlock(EdgeModule):
     ) -> Annotated[Tensor, "nodes channels"]:
         self.attention.check(x, edges, edge_attr)  # before a batch norm counts
         gathered = self.mlp(self.attention(self.norm(x), edges, edge_attr))
-        return targets_among(x, edges) + gathered
+        is_traced = isinstance(edges, fx.Proxy)  # which has not seen the edges
+        return (x if is_traced else x[: edges.sizes[0]]) + gathered

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from attnkit.core.projections import reset_linear
 from attnkit.core.scores.additive import Additive
+from attnkit.layers.graph.heads import each_at_its_head
 from attnkit.layers.graph.typed_attention import Heads, TypedNodeAttention
 from attnkit.layers.graph.typed_edges import (
     EdgesByType,
@@ -144,8 +145,7 @@ class HANAttention(TypedNodeAttention):
         nodes = torch.cat([projected[name] for name in edges.nodes])
         # one product for the vectors of all types and heads, each of which reads its own head
         vectors = torch.stack([self.query_vector[types], self.key_vector[types]])
-        eye = torch.eye(self.heads, dtype=vectors.dtype, device=vectors.device)
-        matrix = torch.einsum("erhd,hk->erkhd", vectors, eye).flatten(3).flatten(0, 2)
+        matrix = each_at_its_head(vectors).flatten(0, 2)
         scores = (nodes @ matrix.mT).view(-1, self.heads)
         places = [
             (2 * pairs.node + end) * len(types) + pairs.type

@@ -31,6 +31,13 @@ def first_nodes(heads: Tensor, count: int) -> Tensor:
     return heads if heads.shape[-2] == count else heads[..., :count, :]
 
 
+def each_at_its_head(vectors: Tensor) -> Tensor:
+    """Vectors [..., heads, channels] as rows [..., heads, heads · channels] that read the channels
+    of their head and multiply all others by 0."""
+    eye = torch.eye(vectors.shape[-2], dtype=vectors.dtype, device=vectors.device)
+    return (vectors[..., None, :] * eye[..., None]).flatten(-2)
+
+
 class GraphHeads(nn.Module):
     """What the families have in common.
 
@@ -68,7 +75,12 @@ class GraphHeads(nn.Module):
 
     def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
         """The layers that read nodes, each with the channels of those that it reads."""
-        raise NotImplementedError
+        of_targets = "query_proj", "target_proj"
+        return [
+            (module, targets if name.endswith(of_targets) else sources)
+            for name, module in self.named_modules()
+            if isinstance(module, nn.Linear) and not name.startswith(("edge_proj", "score"))
+        ]
 
     def reset_parameters(self) -> None:
         """Xavier-uniform matrices, biases 0, scores as they begin."""
@@ -124,11 +136,6 @@ class QueryKeyValueHeads(GraphHeads):
     def own(self, nodes: Tensor) -> Tensor:
         return self._split(self.node_proj.value_proj(nodes))
 
-    def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
-        proj = self.node_proj
-        memory = (proj.key_proj, sources), (proj.value_proj, sources)
-        return [(proj.query_proj, targets), *memory]
-
     def current_score(self) -> Score:
         return self.score() if isinstance(self.score, nn.Module) else self.score
 
@@ -173,10 +180,6 @@ class GATv2Heads(GraphHeads):
 
     def own(self, nodes: Tensor) -> Tensor:
         return self._split(self.key_proj(nodes))
-
-    def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
-        own = [] if self.query_proj is None else [(self.query_proj, targets)]
-        return [(self.key_proj, sources), *own]
 
     def current_score(self) -> Score:
         return self.score()
@@ -246,18 +249,12 @@ class GATHeads(GraphHeads):
         channels: a product for each head takes two to three times as long. Where a head's values
         are not finite, the scores of all heads are NaN, since 0 · ∞ is.
         """
-        stacked = torch.stack(vectors)
-        eye = torch.eye(self.heads, dtype=stacked.dtype, device=stacked.device)
-        matrix = (stacked[:, :, None] * eye[..., None]).flatten(2).flatten(0, 1)
+        matrix = each_at_its_head(torch.stack(vectors)).flatten(0, 1)
         scores = matrix @ projected.mT  # each head's next to each other, as kernels read them
         return [part[..., None] for part in scores.split(self.heads, dim=-2)]
 
     def own(self, nodes: Tensor) -> Tensor:
         return self._split(self.value_proj(nodes))
-
-    def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
-        own = [] if self.target_proj is None else [(self.target_proj, targets)]
-        return [(self.value_proj, sources), *own]
 
     def current_score(self) -> Score:
         one = self.key_vector.new_ones(1)

@@ -74,8 +74,7 @@ def check_graph(
     edge_attr: Tensor | None,
     in_channels: tuple[int, int],
     edge_dim: int | None,
-    *,
-    needs_targets: bool = True,
+    needs_targets: bool,
 ) -> tuple[Edges, Tensor | None]:
     """The edges, and edge features [edges, edge_dim].
 
@@ -112,46 +111,25 @@ def check_features(
         return None
     if edge_attr is None:
         raise ValueError(f"edge_attr: expected [edges, {edge_dim}], got None")
-    if edge_attr.ndim == 1:
-        edge_attr = edge_attr[:, None]
-    if list(edge_attr.shape) != [edges.num_edges, edge_dim]:
+    return rows_of_edges("edge_attr", edge_attr, edges, "edge_dim", (edge_dim,))
+
+
+def rows_of_edges(
+    argument: str, rows: Tensor, edges: Edges, columns: str, widths: tuple[int, ...]
+) -> Annotated[Tensor, "edges _"]:
+    """What edges carry [edges, one of the widths], one column also without its dimension;
+    ValueError or TypeError name what is wrong."""
+    if not isinstance(rows, Tensor) or not rows.is_floating_point():
+        given = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(f"{argument}: expected a floating-point tensor, got {given}")
+    if rows.ndim == 1:
+        rows = rows[:, None]
+    if list(rows.shape) not in [[edges.num_edges, width] for width in widths]:
         raise ValueError(
-            f"edge_attr: expected [edges, edge_dim] = {[edges.num_edges, edge_dim]}, "
-            f"got {list(edge_attr.shape)}"
+            f"{argument}: expected [edges, {columns}] = {[edges.num_edges, widths[0]]}, "
+            f"got {list(rows.shape)}"
         )
-    if not edge_attr.is_floating_point():
-        raise TypeError(f"edge_attr: expected a floating-point tensor, got {edge_attr.dtype}")
-    return edge_attr
-
-
-def check_bias(bias: Tensor, edges: Edges, heads: int) -> Tensor:
-    """[edges, heads] or [edges, 1]; ValueError or TypeError name what is wrong."""
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"edge_bias: expected a floating-point tensor, got {given}")
-    if bias.ndim == 1:
-        bias = bias[:, None]
-    if list(bias.shape) not in ([edges.num_edges, heads], [edges.num_edges, 1]):
-        raise ValueError(
-            f"edge_bias: expected [edges, heads] = {[edges.num_edges, heads]}, "
-            f"got {list(bias.shape)}"
-        )
-    return bias
-
-
-def check_pairs(pairs: Tensor, num_nodes: int) -> None:
-    """TypeError, ValueError or IndexError unless these are integers [2, pairs] that name nodes."""
-    is_tensor = isinstance(pairs, Tensor)
-    if not is_tensor or pairs.dtype in (torch.bool, torch.uint8) or pairs.is_floating_point():
-        given = pairs.dtype if is_tensor else type(pairs).__name__
-        raise TypeError(f"pairs: expected integers [2, pairs], got {given}")
-    if pairs.ndim != 2 or pairs.shape[0] != 2:
-        hint = ", transposed?" if pairs.ndim == 2 and pairs.shape[1] == 2 else ""
-        raise ValueError(f"pairs: expected the shape [2, pairs], got {list(pairs.shape)}{hint}")
-    if not torch.compiler.is_compiling() and pairs.numel() and not pairs.is_meta:
-        low, high = (int(bound) for bound in pairs.aminmax())
-        if low < 0 or high >= num_nodes:
-            raise IndexError(f"pairs: go from {low} to {high}, expected nodes 0 to {num_nodes - 1}")
+    return rows
 
 
 class EdgeModule(nn.Module):
@@ -190,17 +168,10 @@ def refuse_pyg_tracer(*arguments: object) -> None:
     """TypeError where PyG's `to_hetero` traces: it would not sum over edge types, since only its
     own `MessagePassing` aggregates over edges to it."""
     for argument in arguments:
-        if isinstance(argument, fx.Proxy) and _is_pyg(argument.tracer):
+        if not isinstance(argument, fx.Proxy):
+            continue
+        if type(argument.tracer).__module__.partition(".")[0] == "torch_geometric":
             raise TypeError(
                 "to_hetero: PyG's own gives one output for each edge type of attnkit's layers; "
                 "use attnkit.interop.to_hetero, with the same arguments"
             )
-
-
-def _is_pyg(tracer: object) -> bool:
-    return type(tracer).__module__.partition(".")[0] == "torch_geometric"
-
-
-def targets_among(nodes: Tensor, edges: Edges) -> Tensor:
-    """The nodes that are targets, the first ones; all where a tracer has not seen the edges."""
-    return nodes if isinstance(edges, fx.Proxy) else nodes[: edges.sizes[0]]

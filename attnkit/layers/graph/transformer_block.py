@@ -1,22 +1,17 @@
-"""The block of a graph transformer, and what reads graphs or edges out of nodes."""
+"""The block of a graph transformer."""
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import divides
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
-from attnkit.core.masks.sequences import Packed
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.tokens.block import Activation, make_mlp
-from attnkit.layers.tokens.pooling import AttentionPool
 
 GlobalAttention = Literal["softmax", "linear"]
-Pooled = Literal["node", "graph"]
-"""What logits are of: each node, or each graph, by `GraphPool`."""
 
 
 class GraphTransformerBlock(nn.Module):
@@ -110,37 +105,3 @@ class GraphTransformerBlock(nn.Module):
         if self.global_attention is not None:
             x = x + self.dropout(self.global_attention(normed[None], mask=mask)[0])
         return x + self.mlp(self.mlp_norm(x))
-
-
-class GraphPool(AttentionPool):
-    """One vector for each graph: attention pooling of graphs packed one after the other.
-
-        pooled_g = attention(query, x_i of graph g)
-
-    Nodes [nodes, dim] in, [graphs, dim] out. A graph without nodes gives the bias of the output.
-    """
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, lengths: Tensor | None = None
-    ) -> Tensor:
-        """`lengths`: how many of the nodes, which are in the order of graphs, are of each; None:
-        all are of one graph."""
-        if lengths is None:
-            lengths = torch.tensor([x.shape[0]], device=x.device)
-        query = self.query.expand(-1, len(lengths), -1)
-        return self.attention(query, x[None], mask=Packed(torch.ones_like(lengths), lengths))[0]
-
-
-def graph_lengths(
-    batch: Tensor, num_graphs: int | None = None, *, num_nodes: int | None = None
-) -> Tensor:
-    """How many nodes each graph has, from PyG's `batch` [nodes], the graph of each node.
-
-    Raises:
-        ValueError: the nodes are not in the order of their graphs, or not `num_nodes`.
-    """
-    if num_nodes is not None and list(batch.shape) != [num_nodes]:
-        raise ValueError(f"batch: expected [{num_nodes} nodes], as x has, got {list(batch.shape)}")
-    if len(batch) > 1 and not bool((batch[1:] >= batch[:-1]).all()):
-        raise ValueError("batch: expected nodes in the order of their graphs")
-    return torch.bincount(batch, minlength=num_graphs or 0)

@@ -1,6 +1,6 @@
 """The edges of a heterogeneous graph as one set, with a type each."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -36,15 +36,20 @@ def as_metadata(metadata: Metadata) -> Metadata:
     node_types = [*metadata[0]]
     edge_types = [tuple(key) if isinstance(key, list) else key for key in metadata[1]]
     for key in edge_types:
-        if not isinstance(key, tuple) or len(key) != 3:
-            raise ValueError(f"metadata: expected (source, relation, target), got {key!r}")
-        for name in key[::2]:
-            if name not in node_types:
-                names = ", ".join(map(repr, node_types))
-                raise ValueError(
-                    f"metadata: {key} joins nodes of type {name!r}, expected one of {names}"
-                )
+        _check_edge_type("metadata", key, node_types)
     return node_types, edge_types
+
+
+def _check_edge_type(argument: str, key: object, node_types: Iterable[str]) -> None:
+    """ValueError unless it is a tuple of three that joins nodes of these types."""
+    if not isinstance(key, tuple) or len(key) != 3:
+        raise ValueError(f"{argument}: expected (source, relation, target), got {key!r}")
+    for name in key[::2]:
+        if name not in node_types:
+            raise ValueError(
+                f"{argument}: {key} joins nodes of type {name!r}, expected one of "
+                f"{', '.join(map(repr, node_types))}"
+            )
 
 
 class Pairs(NamedTuple):
@@ -115,14 +120,7 @@ class TypedEdges:
             self.num_nodes += number
         parts = []
         for key, given in edge_index.items():
-            if not isinstance(key, tuple) or len(key) != 3:
-                raise ValueError(f"edge_index: expected (source, relation, target), got {key!r}")
-            for name in (key[0], key[2]):
-                if name not in num_nodes:
-                    raise ValueError(
-                        f"edge_index: {key} joins nodes of type {name!r}, expected one of "
-                        f"{', '.join(map(repr, num_nodes))}"
-                    )
+            _check_edge_type("edge_index", key, num_nodes)
             try:
                 edges = Edges(given, (num_nodes[key[0]], num_nodes[key[2]])).edge_index
             except (TypeError, ValueError, IndexError) as error:
