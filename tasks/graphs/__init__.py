@@ -1,5 +1,6 @@
 """Graphs: `NodeClassification` learns the nodes of the one graph that a `GraphDataModule` reads,
-`GraphClassification` and `GraphValues` learn whole graphs, which a `GraphsDataModule` reads."""
+`LinkPrediction` its edges; `GraphClassification` and `GraphValues` learn whole graphs, which a
+`GraphsDataModule` reads."""
 
 from attnkit.lightning.resume.sampler import EpochSampler as EpochSampler
 from attnkit.tasks.graphs.data import FullGraph as FullGraph
@@ -12,6 +13,8 @@ from attnkit.tasks.graphs.files.ogb import OGBFilesData as OGBFilesData
 from attnkit.tasks.graphs.files.own import GraphFilesData as GraphFilesData
 from attnkit.tasks.graphs.heterophilous import HeterophilousData as HeterophilousData
 from attnkit.tasks.graphs.infection import InfectionData as InfectionData
+from attnkit.tasks.graphs.links.data import Links as Links
+from attnkit.tasks.graphs.links.module import LinkPrediction as LinkPrediction
 from attnkit.tasks.graphs.module import NodeClassification as NodeClassification
 from attnkit.tasks.graphs.neighbors import NeighborBatches as NeighborBatches
 from attnkit.tasks.graphs.planetoid import PlanetoidData as PlanetoidData
