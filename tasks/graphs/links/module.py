@@ -25,11 +25,11 @@ class LinkPrediction(ValuesModule):
     """Whether an edge joins two nodes: binary cross-entropy over edges and absent pairs.
 
     A batch is one that a `GraphDataModule` with `links` gives (see `Links`). The logit of a pair is
-    the inner product of what the model returns of its nodes, z_i · z_j (Kipf and Welling,
-    Variational Graph Auto-Encoders, 2016), which does not depend on their order. In a directed
-    graph the first half of the channels of the source is multiplied by the second half of the
-    target. A model with `readout="edge"` gives the logit itself; of an undirected graph it is the
-    mean over both orders.
+    the inner product of what the model returns of its nodes, z_i · z_j + bias (Kipf and Welling,
+    Variational Graph Auto-Encoders, 2016; without the bias), which does not depend on their order.
+    In a directed graph the first half of the channels of the source is multiplied by the second
+    half of the target. A model with `readout="edge"` gives the logit itself; of an undirected graph
+    it is the mean over both orders.
 
     Logged of validation and test: `loss`, `accuracy`, `auroc` and `average_precision` of the edges
     and as many absent pairs; and of the rank of each edge among `num_ranked` pairs with the same
@@ -64,6 +64,7 @@ class LinkPrediction(ValuesModule):
             at_least(1, hits_at=number)
         self.directed = directed
         self.in_channels = in_channels
+        self.bias = nn.Parameter(torch.zeros(()))
         for metrics in (self.val_metrics, self.test_metrics):
             cast(nn.ModuleDict, metrics).update(
                 {"mrr": LinkPredMRR(ALL), **{f"hits{k}": LinkPredHitRatio(k) for k in hits_at}}
@@ -93,7 +94,7 @@ class LinkPrediction(ValuesModule):
                 self._check(found, [asked.shape[1], 1], "one logit for each pair")
                 return found.view(len(both), -1).mean(dim=0).view(pairs.shape[1:])
 
-            return of_pairs
+            return lambda pairs: of_pairs(pairs) + self.bias
         nodes = self(batch.x, batch.edge_index, **given)
         self._check(nodes, [len(batch.x), nodes.shape[-1]], "a row for each node")
         sources, targets = (nodes, nodes)
@@ -109,7 +110,7 @@ class LinkPrediction(ValuesModule):
             ]
             return torch.cat(parts).view(pairs.shape[1:])
 
-        return of_nodes
+        return lambda pairs: of_nodes(pairs) + self.bias
 
     def _check(self, found: Tensor, shape: list[int], what: str) -> None:
         if list(found.shape) != shape:
@@ -143,9 +144,14 @@ class LinkPrediction(ValuesModule):
                 metric.update(outputs, truth)
             self._log(f"{stage}/{name}", metric, prog_bar=name == "mrr")
 
+    def metrics(self) -> dict[str, Metric]:
+        known = super().metrics()
+        return {name: known[name] for name in ("accuracy", "auroc", "average_precision")}
+
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
         """Of each node the `top_k` absent pairs with the largest probability, that of each, and
-        behind the numbers of the nodes their names, if the data module has `node_names`."""
+        behind the numbers of the nodes their names, if the data module has `node_names`. All pairs
+        of nodes are scored, in blocks."""
         score, nodes = self.scores_of(batch), torch.arange(len(batch.x), device=batch.x.device)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for sources in batch.sources.split(max(1, PAIRS // len(nodes))):
