@@ -325,7 +325,7 @@ def test_trains_tests_and_predicts(tmp_path, monkeypatch):
     assert main([*SMALL, "trainer=cpu", "data=graph_files", "data.root=mine.npz",
                  "data.batch_size=9", "trainer.max_epochs=2", "run_dir=made"]) == 0  # fmt: skip
     results = json.loads((tmp_path / "made/results.json").read_text())
-    assert 0 < results["test/mrr"] <= results["test/hits10"] <= 1
+    assert results["test/hits1"] <= results["test/mrr"] <= 1
     assert main(["run=predict", "ckpt=made", "run_dir=said", "data.links.top_k=3"]) == 0
     with (tmp_path / "said/predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -338,6 +338,7 @@ def test_trains_tests_and_predicts(tmp_path, monkeypatch):
         data._link_sets.absent.at(torch.arange(len(data._link_sets.absent)))
     )
     module = LinkPrediction.load_from_checkpoint(tmp_path / "made/checkpoints/best.ckpt").eval()
+    LinkPrediction(**module.hparams)  # an export builds it so
     with torch.no_grad():
         every = module.scores_of(graph)(torch.cartesian_prod(*[torch.arange(NODES)] * 2).T)
     best = every.view(NODES, NODES)[5].sigmoid()

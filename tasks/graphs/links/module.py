@@ -62,11 +62,13 @@ class LinkPrediction(ValuesModule):
         super().__init__(model, optimizer, scheduler, finetune, target="labels", num_outputs=1)
         for number in hits_at:
             at_least(1, hits_at=number)
+        for name in ("target", "num_outputs", "class_names"):
+            del self.hparams[name]  # they are no arguments of this class, which is built from them
         self.directed = directed
         self.in_channels = in_channels
         self.bias = nn.Parameter(torch.zeros(()))
         for metrics in (self.val_metrics, self.test_metrics):
-            cast(nn.ModuleDict, metrics).update(
+            metrics.update(
                 {"mrr": LinkPredMRR(ALL), **{f"hits{k}": LinkPredHitRatio(k) for k in hits_at}}
             )
 
