@@ -42,6 +42,7 @@ WHOLE = [
     "task=spatial model=cnn backbone=resnet attention=spatial callbacks=ema trainer=auto",
     "task=captioning model=captioner data=scenes callbacks=looks trainer=cpu",
     "task=graph level=node model=gatv2 data=digits_graph callbacks=default trainer=cpu",
+    "task=graph level=link model=gatv2 data=digits_graph trainer=cpu",
     "task=graph level=graph model=gps data=digit_grids trainer=cpu",
 ]
 # Trained, the rest of the groups: a file that needs no run of its own goes with another's.

@@ -15,8 +15,8 @@ LOSS = "val/loss"
 _LESS = {"loss", "error", "err", "mae", "mse", "rmse", "nll", "perplexity", "ppl", "wer", "cer",
          "ece", "fid"}  # fmt: skip
 _MORE = {"accuracy", "acc", "f1", "auroc", "auc", "ap", "map", "precision", "recall", "iou", "miou",
-         "dice", "bleu", "rouge", "rouge_l", "cider", "cider_d", "meteor", "spice", "r2",
-         "interpret_gap", "interpret_words"}  # fmt: skip
+         "dice", "bleu", "rouge", "rouge_l", "cider", "cider_d", "meteor", "spice", "r2", "mrr",
+         "hits", "interpret_gap", "interpret_words"}  # fmt: skip
 
 
 def mode_of(monitor: str) -> Mode | None:

@@ -1,6 +1,6 @@
 """Graphs: `NodeClassification` and `NodeValues` learn the nodes of the one graph that a
-`GraphDataModule` reads, or of the many of a `GraphsDataModule`; `GraphClassification` and
-`GraphValues` learn whole graphs of the latter."""
+`GraphDataModule` reads, or of the many of a `GraphsDataModule`; `LinkPrediction` learns the edges of
+the one; `GraphClassification` and `GraphValues` learn whole graphs of the many."""
 
 from attnkit.lightning.resume.sampler import EpochSampler as EpochSampler
 from attnkit.tasks.graphs.data import FullGraph as FullGraph
@@ -13,6 +13,8 @@ from attnkit.tasks.graphs.files.ogb import OGBFilesData as OGBFilesData
 from attnkit.tasks.graphs.files.own import GraphFilesData as GraphFilesData
 from attnkit.tasks.graphs.heterophilous import HeterophilousData as HeterophilousData
 from attnkit.tasks.graphs.infection import InfectionData as InfectionData
+from attnkit.tasks.graphs.links.data import Links as Links
+from attnkit.tasks.graphs.links.module import LinkPrediction as LinkPrediction
 from attnkit.tasks.graphs.neighbors import NeighborBatches as NeighborBatches
 from attnkit.tasks.graphs.nodes.module import NodeClassification as NodeClassification
 from attnkit.tasks.graphs.nodes.module import NodeValues as NodeValues

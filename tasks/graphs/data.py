@@ -29,6 +29,7 @@ from attnkit.tasks.graphs.checks import (
     oddities_of,
 )
 from attnkit.tasks.graphs.layerwise import Layers
+from attnkit.tasks.graphs.links.data import Links, LinkSets
 from attnkit.tasks.graphs.neighbors import (
     NeighborBatches,
     in_neighbors,
@@ -72,6 +73,7 @@ class GraphDataModule(SplitData):
         sampler: what samples them: attnkit, or PyG's `NeighborLoader`, which needs pyg-lib.
         num_workers: processes that sample.
         seed: of all that is random here.
+        links: learn which nodes are joined instead (see `Links`); `batch_size` then counts edges.
 
     Raises:
         ValueError: an argument out of range.
@@ -83,7 +85,6 @@ class GraphDataModule(SplitData):
         ...         return torch.load("citations.pt", weights_only=False)  # a Data
     """
 
-    level = "node"
     targets: tuple[Target, ...] = get_args(Target)
     """What `target` may be."""
 
@@ -102,6 +103,7 @@ class GraphDataModule(SplitData):
         sampler: Literal["attnkit", "pyg"] = "attnkit",
         num_workers: int = 0,
         seed: int = 0,
+        links: Links | None = None,
     ) -> None:
         super().__init__()
         choice(self.targets, target=target)
@@ -128,8 +130,12 @@ class GraphDataModule(SplitData):
         self.sampler = sampler
         self.num_workers = num_workers
         self.seed = seed
+        self.links = links
+        self.level = "node" if links is None else "link"
+        if links is not None:
+            links.check(self)
         self.predicts = False
-        """Whether the graph is loaded to predict its nodes: labels and splits may lack."""
+        """Whether labels and splits may lack: to predict its nodes, or with `links`."""
         self.class_names: list[str] = []
         self.node_names: list[str] | None = None
         self._graph: Data | None = None
@@ -138,6 +144,7 @@ class GraphDataModule(SplitData):
         self._keys: Tensor | None = None
         self._num_splits = 0
         self._neighbors: InNeighbors | None = None
+        self._link_sets: LinkSets | None = None
 
     @abstractmethod
     def load(self) -> Data:
@@ -152,9 +159,9 @@ class GraphDataModule(SplitData):
 
     def setup(self, stage: str | None = None) -> None:
         """Load the graph and choose the split, once; to predict, labels and splits do not count."""
-        if self._graph is not None and (stage == "predict" or not self.predicts):
+        if self._graph is not None and (stage == "predict" or not self.predicts or self.links):
             return
-        self.predicts = stage == "predict"
+        self.predicts = stage == "predict" or self.links is not None
         data = self._loaded()
         check_finite(data.x, self.place_of)
         if found := [f"{name} {list(data[name].shape)}" for name in CARRIED if name in data]:
@@ -191,6 +198,8 @@ class GraphDataModule(SplitData):
                 f"got {len(self.node_names)}"
             )
         self._graph = data
+        if self.links is not None:
+            self._link_sets = LinkSets(data, self.links, self.seed)
         if self.predicts:
             self.class_names = []  # those of the module count
         elif not self.class_names:
@@ -281,6 +290,8 @@ class GraphDataModule(SplitData):
 
     def describe(self) -> dict[str, Any]:
         """What a model and a module need to know; plain values, after `setup`."""
+        if self._link_sets is not None:
+            return self._link_sets.describe()
         return {
             "in_channels": self.in_channels,
             "out_channels": self.num_outputs,  # what PyG's models call it
@@ -294,6 +305,8 @@ class GraphDataModule(SplitData):
 
     def summary(self) -> list[str]:
         """What was found, in a few lines; after `setup`."""
+        if self._link_sets is not None:
+            return self._link_sets.summary()
         graph = self.graph
         labels = {name: graph.y[graph[f"{name}_mask"]] for name in SPLITS}
         split = f"; split {self.split + 1} of {self.num_splits}" if self.num_splits > 1 else ""
@@ -309,6 +322,8 @@ class GraphDataModule(SplitData):
     def __str__(self) -> str:
         if self._graph is None:
             return f"{type(self).__name__} (not set up)"
+        if self._link_sets is not None:
+            return "\n".join([type(self).__name__, *self.summary()])
         kind = "undirected" if self.is_undirected else "directed"
         counts = [int(self.graph[f"{name}_mask"].sum()) for name in SPLITS]
         alike = f", homophily {self.homophily:.2f}" if self.target == "classes" else ""
@@ -325,6 +340,8 @@ class GraphDataModule(SplitData):
 
     def training_keys(self) -> Tensor:
         """Keys of the nodes of train and val, int64 [nodes]; see `KnowsItsTraining`."""
+        if self._link_sets is not None:
+            return self._link_sets.training_keys(self._node_keys())
         self._has_trained = True
         return self._node_keys()[self.graph.train_mask | self.graph.val_mask]
 
@@ -373,7 +390,18 @@ class GraphDataModule(SplitData):
             rank_zero_warn(f"test: {total:,} nodes{more}")
         return self._whole
 
+    def _links_loader(self, sets: LinkSets, split: str) -> Any:
+        if split == "test":
+            module = self.trainer.lightning_module if self.trainer else None
+            items = sets.tested(module, self._node_keys())
+        else:
+            items = sets.items(split, self.batch_size or 1)
+        size = self.batch_size if split == "train" else len(items)
+        return make_loader(self, items, split, "edges", shuffled=EpochSampler, batch_size=size)
+
     def loader(self, split: str) -> Any:
+        if self._link_sets is not None:
+            return self._links_loader(self._link_sets, split)
         graph = self._tested() if split == "test" else self._whole
         if self.batch_size is None:
             return FullGraph(graph)

@@ -114,12 +114,15 @@ def check_channels(module: Any, data: Any) -> None:
         )
     level = getattr(data, "level", module.level)
     if level != module.level:
-        what = {"node": "its nodes are what is learned", "graph": "it holds many graphs"}[level]
+        what = {
+            "node": "its nodes are what is learned",
+            "link": "its edges are what is learned",
+            "graph": "it holds many graphs",
+        }[level]
+        hint = "; data.level=node learns the nodes of each" if level == "graph" else ""
         raise UserError(
             f"data: {type(data).__name__} is for level={level}, {what}; "
-            f"{type(module).__name__} is for level={module.level}"
-            + "; data.level=node learns the nodes of each"
-            * (level == "graph")
+            f"{type(module).__name__} is for level={module.level}{hint}"
         )
 
 

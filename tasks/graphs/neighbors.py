@@ -63,8 +63,7 @@ class NeighborBatches(Dataset):
     def __getitems__(self, numbers: Sequence[int | tuple[int, int]]) -> Data:
         pairs = torch.as_tensor([(0, n) if isinstance(n, int) else n for n in numbers])
         seeds = self.seeds[pairs[:, 1]]
-        key = np.random.SeedSequence([self.seed, zlib.crc32(pairs.numpy().tobytes())])
-        generator = torch.Generator().manual_seed(int(key.generate_state(1)[0]))
+        generator = generator_of(self.seed, pairs)
         sampled = sample_neighbors(self.neighbors, seeds, self.num_neighbors, generator)
         nodes, x = sampled.nodes, self.data.x
         return Data(
@@ -78,6 +77,12 @@ class NeighborBatches(Dataset):
             **({"positions": self.data.positions[nodes]} if "positions" in self.data else {}),
             **{name: self.data[name][sampled.edges] for name in CARRIED if name in self.data},
         )
+
+
+def generator_of(seed: int, drawn: Tensor) -> torch.Generator:
+    """One for a batch: it depends on `seed` and what an `EpochSampler` gave, int64 [items, 2]."""
+    key = np.random.SeedSequence([seed, zlib.crc32(drawn.numpy().tobytes())])
+    return torch.Generator().manual_seed(int(key.generate_state(1)[0]))
 
 
 def in_neighbors(data: Data) -> InNeighbors:

@@ -20,7 +20,7 @@ from attnkit.lightning import BestCheckpoint, EpochLines, LastCheckpoint, Platea
 from attnkit.lightning.best import mode_of, rank
 from attnkit.lightning.modules.monitors import MonitorsInSanityCheck, direction
 from attnkit.tasks.captioning import ImageCaptioning
-from attnkit.tasks.graphs import NodeClassification
+from attnkit.tasks.graphs import LinkPrediction, NodeClassification
 from attnkit.tasks.image_classification import ImageClassification
 
 NAN = math.nan
@@ -33,9 +33,10 @@ NAN = math.nan
             nn.Identity(), num_classes=7, image_size=8, in_channels=1, mean=[0.0], std=[1.0]
         ).val_metrics,
         NodeClassification(nn.Identity(), num_classes=2, in_channels=3).val_metrics,
+        LinkPrediction(nn.Identity()).val_metrics,
         ImageCaptioning.metrics(None),
     ],
-    ids=["images", "nodes", "captions"],
+    ids=["images", "nodes", "links", "captions"],
 )
 def test_every_metric_of_a_task_knows_its_direction(metrics):
     for name, metric in metrics.items():

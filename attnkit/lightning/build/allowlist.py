@@ -52,6 +52,7 @@ KINDS = (
     "torch.optim.lr_scheduler.LRScheduler",
     "attnkit.lightning.export.export.Export",
     "attnkit.interpret.report.report.Report",
+    "attnkit.tasks.graphs.links.data.Links",
     "lightning.Callback",
     "lightning.LightningDataModule",
     "lightning.Trainer",

@@ -1,0 +1,1 @@
+"""Links: which pairs of nodes of a graph are joined by an edge."""

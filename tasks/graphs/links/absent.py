@@ -1,0 +1,63 @@
+"""Pairs of nodes that no edge joins, drawn exactly."""
+
+import torch
+from torch import Tensor
+
+from attnkit.core.operators.sparse import ranges
+
+
+class AbsentPairs:
+    """The ordered pairs of different nodes that no edge joins; `len` counts them.
+
+    A pair (i, j) has the number i · nodes + j. Ordered by it, the absent pairs have places from 0
+    on, so that a random place gives a pair, every one with the same probability, and no draw has
+    to be repeated, however dense the graph is. PyG's `negative_sampling` draws from the same pairs,
+    but from generators of the process, and tries again.
+
+    Args:
+        edge_index: [2, edges], source in row 0, target in row 1; of an undirected graph both
+            directions.
+        num_nodes: of the graph.
+    """
+
+    def __init__(self, edge_index: Tensor, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        nodes = torch.arange(num_nodes)
+        source, target = edge_index.long()
+        self.present = torch.cat([source * num_nodes + target, nodes * (num_nodes + 1)]).unique()
+        """The numbers of all other pairs, sorted; a node with itself is one of them."""
+        self._before = self.present - torch.arange(len(self.present))  # absent ones before each
+        rows = torch.arange(num_nodes + 1) * num_nodes
+        self._starts = rows - torch.searchsorted(self.present, rows)  # places, by the source
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def at(self, places: Tensor) -> Tensor:
+        """The pairs [2, …] at these places, int64 from 0 to `len` − 1."""
+        numbers = places + torch.searchsorted(self._before, places, right=True)
+        return torch.stack([numbers // self.num_nodes, numbers % self.num_nodes])
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Random pairs [2, count]; one may come twice."""
+        return self.at(torch.randint(len(self), (count,), generator=generator))
+
+    def draw_from(self, sources: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """Random pairs [2, sources, count] that start at these nodes; one may come twice.
+
+        Of a node that is joined to all others they start anywhere.
+        """
+        first, last = self._starts[sources], self._starts[sources + 1]
+        joined_to_all = first == last
+        first = first.masked_fill(joined_to_all, 0)[:, None]
+        width = torch.where(joined_to_all, len(self), last - self._starts[sources])[:, None]
+        draws = torch.rand((len(sources), count), dtype=torch.float64, generator=generator)
+        return self.at(first + torch.minimum((draws * width).long(), width - 1))
+
+
+def present_from(present: Tensor, sources: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Of the `AbsentPairs.present` those that start at some nodes: of each the place of its source
+    among `sources`, and its target."""
+    first, last = torch.searchsorted(present, torch.stack([sources, sources + 1]) * num_nodes)
+    rows = torch.arange(len(sources), device=sources.device).repeat_interleave(last - first)
+    return rows, present[ranges(first, last - first)] % num_nodes

@@ -1,0 +1,196 @@
+"""The LightningModule of link prediction."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch_geometric.data import Data
+from torch_geometric.metrics import LinkPredHitRatio, LinkPredMRR
+from torchmetrics import Metric
+
+from attnkit.core.arguments import at_least
+from attnkit.lightning import UserError
+from attnkit.lightning.modules.values import ValuesModule
+from attnkit.tasks.graphs.links.absent import present_from
+from attnkit.tasks.graphs.module import beside, check_channels, check_edges
+
+PAIRS = 2**18  # scored at a time
+ALL = 2**31  # the places that MRR looks at
+
+
+class LinkPrediction(ValuesModule):
+    """Whether an edge joins two nodes: binary cross-entropy over edges and absent pairs.
+
+    A batch is one that a `GraphDataModule` with `links` gives (see `Links`). The logit of a pair is
+    the inner product of what the model returns of its nodes, z_i · z_j + bias (Kipf and Welling,
+    Variational Graph Auto-Encoders, 2016; without the bias), which does not depend on their order.
+    In a directed graph the first half of the channels of the source is multiplied by the second
+    half of the target. A model with `readout="edge"` gives the logit itself; of an undirected graph
+    it is the mean over both orders.
+
+    Logged of validation and test: `loss`, `accuracy`, `auroc` and `average_precision` of the edges
+    and as many absent pairs; and of the rank of each edge among `num_ranked` pairs with the same
+    source `mrr`, the mean of 1 / rank, and `hits1`, …, the share with at most that rank, by PyG's
+    metrics. Pairs with equal logits rank before the edge.
+
+    Args:
+        model: (x [nodes, in_channels], edge_index [2, edges]) to [nodes, channels]; may take
+            `edge_attr` and `edge_weight`; or one with `readout="edge"`, whose argument `pairs`
+            [2, pairs] gives [pairs, 1]; a module, or its configuration (see `TaskModule`).
+        optimizer, scheduler, finetune: see `TaskModule`.
+        directed: whether an edge from i to j says nothing of one from j to i.
+        hits_at: the ranks of `hits…`.
+        in_channels: features of a node; data with others is then refused.
+    """
+
+    level = "link"
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        finetune: Callable[[nn.Module], Any] | Mapping[str, Any] | None = None,
+        *,
+        directed: bool = False,
+        hits_at: Sequence[int] = (1, 3, 10),
+        in_channels: int | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, scheduler, finetune, target="labels", num_outputs=1)
+        for number in hits_at:
+            at_least(1, hits_at=number)
+        for name in ("target", "num_outputs", "class_names"):
+            del self.hparams[name]  # they are no arguments of this class, which is built from them
+        self.directed = directed
+        self.in_channels = in_channels
+        self.bias = nn.Parameter(torch.zeros(()))
+        for metrics in (self.val_metrics, self.test_metrics):
+            metrics.update(
+                {"mrr": LinkPredMRR(ALL), **{f"hits{k}": LinkPredHitRatio(k) for k in hits_at}}
+            )
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data = getattr(self.trainer, "datamodule", None)
+        check_channels(self, data)
+        if (graph := getattr(data, "graph", None)) is not None:
+            check_edges(self.model, graph)
+
+    def scores_of(self, batch: Data) -> Callable[[Tensor], Tensor]:
+        """A function of pairs of nodes [2, …] to their logits […], in the graph of a batch.
+
+        Raises:
+            UserError: the model does not return a row for each node, or pair.
+        """
+        given = beside(self.model, batch)
+        if getattr(self.model, "readout", None) == "edge":
+
+            def of_pairs(pairs: Tensor) -> Tensor:
+                flat = pairs.flatten(1)
+                both = [flat] if self.directed else [flat, flat.flip(0)]
+                asked = torch.cat(both, dim=1)
+                found = self(batch.x, batch.edge_index, pairs=asked, **given)
+                self._check(found, [asked.shape[1], 1], "one logit for each pair")
+                return found.view(len(both), -1).mean(dim=0).view(pairs.shape[1:])
+
+            return lambda pairs: of_pairs(pairs) + self.bias
+        nodes = self(batch.x, batch.edge_index, **given)
+        self._check(nodes, [len(batch.x), nodes.shape[-1]], "a row for each node")
+        sources, targets = (nodes, nodes)
+        if self.directed:
+            self._check(nodes, [len(nodes), nodes.shape[1] // 2 * 2], "an even number of channels")
+            sources, targets = nodes.chunk(2, dim=1)
+
+        def of_nodes(pairs: Tensor) -> Tensor:
+            flat = pairs.flatten(1)
+            parts = [
+                (sources[part[0]] * targets[part[1]]).sum(dim=1)
+                for part in flat.split(PAIRS, dim=1)
+            ]
+            return torch.cat(parts).view(pairs.shape[1:])
+
+        return lambda pairs: of_nodes(pairs) + self.bias
+
+    def _check(self, found: Tensor, shape: list[int], what: str) -> None:
+        if list(found.shape) != shape:
+            raise UserError(f"model: expected {what}, {shape}, got {list(found.shape)}")
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        scores = self.scores_of(batch)(torch.cat([batch.pairs, batch.negatives], dim=1))
+        losses = self.losses(*_labelled(scores, batch.pairs.shape[1]))
+        self.log_train_loss(losses)
+        return losses.mean()
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self._rank("val", batch)
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self._rank("test", batch)
+
+    def _rank(self, stage: str, batch: Data) -> None:
+        """Count a batch in the metrics of a stage."""
+        asked = torch.stack([batch.pairs, batch.negatives], dim=2)
+        scores = self.scores_of(batch)(torch.cat([asked, batch.ranked], dim=2)).float()
+        outputs, truth = _labelled(scores[:, :2].T.flatten(), len(scores))
+        places = ranked(scores[:, 0], scores[:, 2:])
+        for name, module in (self.val_metrics if stage == "val" else self.test_metrics).items():
+            metric = cast(Metric, module)
+            if name == "loss":
+                metric.update(self.losses(outputs, truth))
+            elif isinstance(metric, LinkPredMRR | LinkPredHitRatio):
+                metric.update(*places)
+            else:
+                metric.update(outputs, truth)
+            self._log(f"{stage}/{name}", metric, prog_bar=name == "mrr")
+
+    def metrics(self) -> dict[str, Metric]:
+        known = super().metrics()
+        return {name: known[name] for name in ("accuracy", "auroc", "average_precision")}
+
+    def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
+        """Of each node the `top_k` absent pairs with the largest probability, that of each, and
+        behind the numbers of the nodes their names, if the data module has `node_names`. All pairs
+        of nodes are scored, in blocks."""
+        score, nodes = self.scores_of(batch), torch.arange(len(batch.x), device=batch.x.device)
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for sources in batch.sources.split(max(1, PAIRS // len(nodes))):
+            every = torch.stack(torch.meshgrid(sources, nodes, indexing="ij"))
+            scores = score(every).float()
+            scores[present_from(batch.present, sources, len(nodes))] = -torch.inf
+            best, targets = scores.topk(min(batch.top_k, len(nodes)), dim=1)
+            is_absent = best > -torch.inf
+            from_each = sources[:, None].expand_as(targets)
+            found.append((from_each[is_absent], targets[is_absent], best[is_absent].sigmoid()))
+        source, target, probability = (
+            torch.cat(part).tolist() for part in zip(*found, strict=True)
+        )
+        names = getattr(getattr(self.trainer, "datamodule", None), "node_names", None)
+        columns = {"source": source, "target": target}
+        named = (
+            {f"{key}_name": [names[n] for n in nodes] for key, nodes in columns.items()}
+            if names
+            else {}
+        )
+        return {**columns, **named, "probability": probability}
+
+
+def _labelled(scores: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
+    """Scores of edges and then of absent pairs as outputs [pairs, 1], and their truth."""
+    truth = torch.zeros_like(scores, dtype=torch.float32)
+    truth[:num_edges] = 1
+    return scores[:, None], truth[:, None]
+
+
+def ranked(edges: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """What PyG's metrics are given of the scores of edges [n] and of others [n, k] beside each: the
+    places of these k + 1 from the largest score to the smallest, and which place is the edge's.
+
+    An edge comes after others with its score, and last where its score is NaN.
+    """
+    edges = edges.masked_fill(edges.isnan(), -torch.inf)
+    order = torch.cat([others, edges[:, None]], dim=1).argsort(dim=1, descending=True, stable=True)
+    rows = torch.arange(len(edges), device=edges.device)
+    return order, torch.stack([rows, torch.full_like(rows, others.shape[1])])
