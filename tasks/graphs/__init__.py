@@ -1,6 +1,6 @@
 """Graphs: `NodeClassification` and `NodeValues` learn the nodes of the one graph that a
-`GraphDataModule` reads, or of the many of a `GraphsDataModule`; `LinkPrediction` learns the edges of
-the one; `GraphClassification` and `GraphValues` learn whole graphs of the many."""
+`GraphDataModule` reads, or of the many of a `GraphsDataModule`; `LinkPrediction` learns the edges
+of the one; `GraphClassification` and `GraphValues` learn whole graphs of the many."""
 
 from attnkit.lightning.resume.sampler import EpochSampler as EpochSampler
 from attnkit.tasks.graphs.data import FullGraph as FullGraph
