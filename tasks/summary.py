@@ -18,6 +18,11 @@ def split_line(kind: str, counts: Mapping[str, int], rest: str = "") -> str:
     return f"data: {parts} {kind}{rest}"
 
 
+def outputs_text(target: str, count: int) -> str:
+    """` in 7 classes`, or ` with 7 labels each`: what is learned, for `split_line`."""
+    return f" in {count} classes" if target == "classes" else f" with {count} {target} each"
+
+
 def class_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
     """How many of each class there are in each split, and how uneven that is in train.
 

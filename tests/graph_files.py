@@ -1,6 +1,7 @@
 """Graph data that tests make up, in the formats of the real files; the fixture `graph_files`."""
 
 import gzip
+import json
 import pickle
 from collections import defaultdict
 
@@ -134,6 +135,36 @@ def write_ogb(folder):
     names = ["label idx,arxiv category", "0,arxiv cs na", "1,arxiv cs mm", "2,arxiv cs lo"]
     write_text(folder / "mapping" / "labelidx2arxivcategeory.csv.gz", names)
     return arrays
+
+
+PPI_SIZES = {"train": (9, 5, 7, 4), "valid": (6,), "test": (8, 4)}  # nodes of each graph
+
+
+def write_ppi(folder):
+    """PyG's folder of PPI with raw files as published, of few nodes, and the labels by split."""
+    random = np.random.default_rng(0)
+    (folder / "raw").mkdir(parents=True)
+    labels = {}
+    for split, sizes in PPI_SIZES.items():
+        starts, count = np.cumsum([0, *sizes]), sum(sizes)
+        links = [
+            {"source": int(start) + node, "target": int(start) + (node + 1) % size}
+            for start, size in zip(starts, sizes, strict=False)
+            for node in range(size)
+        ]
+        graph = {"directed": False, "multigraph": False, "graph": {},
+                 "nodes": [{"id": node} for node in range(count)], "links": links}  # fmt: skip
+        labels[split] = random.integers(0, 2, (count, 4))
+        labels[split][:2] = [[0] * 4, [1] * 4]  # each label is there
+        arrays = {
+            "feats": random.standard_normal((count, 5)),
+            "graph_id": np.repeat(np.arange(len(sizes)) + 3, sizes),
+            "labels": labels[split],
+        }
+        for name, array in arrays.items():
+            np.save(folder / "raw" / f"{split}_{name}.npy", array)
+        (folder / "raw" / f"{split}_graph.json").write_text(json.dumps(graph))
+    return labels
 
 
 MODEL = """\

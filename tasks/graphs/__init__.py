@@ -1,5 +1,6 @@
-"""Graphs: `NodeClassification` learns the nodes of the one graph that a `GraphDataModule` reads,
-`GraphClassification` and `GraphValues` learn whole graphs, which a `GraphsDataModule` reads."""
+"""Graphs: `NodeClassification` and `NodeValues` learn the nodes of the one graph that a
+`GraphDataModule` reads, or of the many of a `GraphsDataModule`; `GraphClassification` and
+`GraphValues` learn whole graphs of the latter."""
 
 from attnkit.lightning.resume.sampler import EpochSampler as EpochSampler
 from attnkit.tasks.graphs.data import FullGraph as FullGraph
@@ -12,8 +13,9 @@ from attnkit.tasks.graphs.files.ogb import OGBFilesData as OGBFilesData
 from attnkit.tasks.graphs.files.own import GraphFilesData as GraphFilesData
 from attnkit.tasks.graphs.heterophilous import HeterophilousData as HeterophilousData
 from attnkit.tasks.graphs.infection import InfectionData as InfectionData
-from attnkit.tasks.graphs.module import NodeClassification as NodeClassification
 from attnkit.tasks.graphs.neighbors import NeighborBatches as NeighborBatches
+from attnkit.tasks.graphs.nodes.module import NodeClassification as NodeClassification
+from attnkit.tasks.graphs.nodes.module import NodeValues as NodeValues
 from attnkit.tasks.graphs.planetoid import PlanetoidData as PlanetoidData
 from attnkit.tasks.graphs.pyg import PyGData as PyGData
 from attnkit.tasks.graphs.report.attended import NodePredictions as NodePredictions

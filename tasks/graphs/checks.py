@@ -1,7 +1,8 @@
 """Whether a graph is as described; a message names what is not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations, islice
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,18 +10,28 @@ from torch_geometric.data import Data
 
 from attnkit.lightning.errors import UserError
 
+Target = Literal["classes", "labels", "numbers"]
+"""What y is: a class each, several labels of 0 or 1, or numbers."""
 SPLITS = ("train", "val", "test")
 CARRIED = ("edge_attr", "edge_weight")  # of edges, as PyG calls it
 SHOWN = 5  # classes in a warning
 CHECKED = 2**24  # numbers that are looked at at a time
 
 
-def checked(data: Data, *, predicts: bool = False) -> Data:
-    """The graph with labels [nodes] and masks [nodes, splits], and where edges carry something,
-    edge_attr [edges, channels] and edge_weight [edges]; a `UserError` if it is wrong.
+def checked(
+    data: Data,
+    target: Target = "classes",
+    *,
+    predicts: bool = False,
+    label_of: Callable[[int], str] = "data: node {}".format,
+) -> Data:
+    """The graph with y as `node_targets` gives it and masks [nodes, splits], and where edges carry
+    something, edge_attr [edges, channels] and edge_weight [edges]; a `UserError` if it is wrong.
 
     Args:
-        predicts: labels and masks are not needed: without them there are none.
+        target: what y is.
+        predicts: y and masks are not needed: without them there are none.
+        label_of: where y of a node is, for a message.
     """
     if not isinstance(data, Data):
         kind = type(data).__name__
@@ -41,13 +52,9 @@ def checked(data: Data, *, predicts: bool = False) -> Data:
                 f"data: expected {name} to be a tensor, got {type(data[name]).__name__}"
             )
     count = data.x.shape[0]
-    if data.y.ndim == 2 and data.y.shape[1] == 1:
-        data.y = data.y.flatten()
-    if data.y.shape != (count,) or data.y.is_floating_point():
-        raise UserError(
-            f"data: expected a class per node, y integers [{count}], "
-            f"got {data.y.dtype} {list(data.y.shape)}"
-        )
+    if predicts and target != "classes":
+        data.y = torch.full((count, 1), torch.nan)
+    data.y = node_targets(data.y, target, count, "data", label_of)
     edges = data.edge_index
     if edges.numel() and (edges.min() < 0 or edges.max() >= count):
         raise UserError(f"data: edge_index has nodes outside 0 to {count - 1}")
@@ -84,6 +91,64 @@ def checked(data: Data, *, predicts: bool = False) -> Data:
     return data
 
 
+def node_targets(
+    y: Tensor, target: Target, count: int, where: str, place_of: Callable[[int], str]
+) -> Tensor:
+    """y of the nodes of a graph: of classes integers [nodes], else float32 [nodes, outputs].
+
+    Args:
+        count: of the nodes.
+        where: the graph, for a message.
+        place_of: likewise a node.
+    """
+    got = f"got {y.dtype} {list(y.shape)}"
+    if target == "classes":
+        y = y.flatten() if y.shape[1:] == (1,) else y
+        if y.shape != (count,) or y.is_floating_point():
+            raise UserError(
+                f"{where}: expected a class per node, y integers [{count}], {got}; "
+                "data.target says what it is: classes, labels, numbers"
+            )
+        return y
+    y = y.unsqueeze(1) if y.ndim == 1 else y
+    if y.ndim != 2 or len(y) != count or not y.numel():
+        raise UserError(f"{where}: expected {target} of each node, y [{count}, {target}], {got}")
+    return checked_values(y.float(), target, place_of)
+
+
+def checked_values(rows: Tensor, target: Target, place_of: Callable[[int], str]) -> Tensor:
+    """Labels or numbers [rows, outputs]; a `UserError` names the first row of another value."""
+    wrong = rows.isinf()
+    if target == "labels":
+        wrong = ~(rows.isnan() | (rows == 0) | (rows == 1))
+    if len(places := wrong.nonzero()):
+        row, column = places[0].tolist()
+        expected = "0, 1 or NaN" if target == "labels" else "finite numbers or NaN"
+        value = float(rows[row, column])
+        raise UserError(f"{place_of(row)}: expected {target} of {expected}, got {value}")
+    return rows
+
+
+def has_target(y: Tensor) -> Tensor:
+    """bool [rows]: of which the class, or one of the labels or numbers, is known."""
+    known = ~y.isnan() if y.is_floating_point() else y >= 0
+    return known if known.ndim == 1 else known.any(dim=1)
+
+
+def check_training(y: Tensor, target: Target, names: Sequence[str], kind: str) -> None:
+    """UserError if no row of labels or numbers to train on has a value of one of them.
+
+    Args:
+        y: [rows, outputs], to train on.
+        names: of the outputs; none: their numbers.
+        kind: of the rows: "node" or "graph".
+    """
+    for place, is_empty in enumerate(y.isnan().all(dim=0).tolist()):
+        if is_empty:
+            name = names[place] if names else place
+            raise UserError(f"data: no {kind} of train has a value of {target[:-1]} {name}")
+
+
 def check_finite(x: Tensor, place_of: Callable[[int], str]) -> None:
     """Names the first feature that is not finite; a part of them is looked at at a time."""
     sparse = None if x.layout == torch.strided else x.to_sparse_coo().coalesce()
@@ -109,6 +174,16 @@ def oddities_of(data: Data) -> list[str]:
         both = (data[f"{one}_mask"] & data[f"{other}_mask"]).nonzero().flatten()
         if len(both):
             found.append(f"{one} and {other} share nodes ({len(both):,}, such as {int(both[0])})")
+    if data.y.ndim == 1:
+        found += _odd_classes(data)
+    if not data.edge_index.numel():
+        found.append("there are no edges")
+    return found
+
+
+def _odd_classes(data: Data) -> list[str]:
+    """Classes without nodes, or without nodes to train on."""
+    found = []
     used = torch.stack([data[f"{split}_mask"] for split in SPLITS]).any(dim=0)
     seen = data.y[data.train_mask].unique()
     unseen = data.y[used & ~torch.isin(data.y, seen)].unique().tolist()
@@ -118,8 +193,6 @@ def oddities_of(data: Data) -> list[str]:
     empty = list(islice((c for c in range(max(known)) if c not in known), SHOWN + 1))
     if empty:
         found.append(f"no node has class {_some(empty)}")
-    if not data.edge_index.numel():
-        found.append("there are no edges")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Data modules for node classification on one graph; users subclass `GraphDataModule`."""
+"""Data modules of one graph, whose nodes are learned; users subclass `GraphDataModule`."""
 
 import warnings
 from abc import abstractmethod
@@ -21,8 +21,11 @@ from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.graphs.checks import (
     CARRIED,
     SPLITS,
+    Target,
     check_finite,
+    check_training,
     checked,
+    has_target,
     oddities_of,
 )
 from attnkit.tasks.graphs.layerwise import Layers
@@ -35,22 +38,24 @@ from attnkit.tasks.graphs.positions import Positions, node_positions
 from attnkit.tasks.graphs.sampler import InNeighbors
 from attnkit.tasks.graphs.splits import are_alike, node_keys
 from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
-from attnkit.tasks.summary import class_lines, split_line
+from attnkit.tasks.summary import class_lines, outputs_text, split_line
 
 SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so
 
 
 class GraphDataModule(SplitData):
-    """One graph with a label per node; a subclass reads it in `load()`.
+    """One graph with something to learn of each node; a subclass reads it in `load()`.
 
     A batch is a `torch_geometric.data.Data` with x [nodes, in_channels], edge_index [2, edges]
-    (source in row 0), y [nodes] and the masks train_mask, val_mask, test_mask [nodes]: the whole
-    graph, once an epoch. With a `batch_size` it is a sub-graph sampled around that many nodes of
-    the split (see `NeighborBatches`). Validation, test and prediction then read all neighbours,
-    layer by layer in blocks of nodes (see `layerwise`), where the model can be computed so, as
-    attnkit's can; else they are sampled, too. To predict is to predict every node.
+    (source in row 0), y [nodes] or [nodes, outputs] and the masks train_mask, val_mask, test_mask
+    [nodes]: the whole graph, once an epoch. With a `batch_size` it is a sub-graph sampled around
+    that many nodes of the split (see `NeighborBatches`). Validation, test and prediction then read
+    all neighbours, layer by layer in blocks of nodes (see `layerwise`), where the model can be
+    computed so, as attnkit's can; else they are sampled, too. To predict is to predict every node.
 
     Args:
+        target: what y of a node is: "classes", an integer; "labels", several of 0 or 1; or
+            "numbers". Of the latter two NaN is unknown and does not count.
         split: which of the data's fixed splits.
         normalize_features: divide each row of x by the sum of its absolute values (a row of zeros
             stays), as GAT does with bags of words.
@@ -79,10 +84,13 @@ class GraphDataModule(SplitData):
     """
 
     level = "node"
+    targets: tuple[Target, ...] = get_args(Target)
+    """What `target` may be."""
 
     def __init__(
         self,
         *,
+        target: Target = "classes",
         split: int = 0,
         normalize_features: bool = False,
         sparse_features: bool | None = False,
@@ -96,6 +104,7 @@ class GraphDataModule(SplitData):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        choice(self.targets, target=target)
         at_least(0, split=split, num_workers=num_workers, seed=seed)
         at_least(1, batch_size=batch_size, position_dim=position_dim)
         if positions is not None:
@@ -107,6 +116,7 @@ class GraphDataModule(SplitData):
             raise ValueError(
                 f"num_neighbors: expected a number per layer, -1 for all, got {list(num_neighbors)}"
             )
+        self.target: Target = target
         self.split = split
         self.normalize_features = normalize_features
         self.sparse_features = sparse_features
@@ -136,7 +146,8 @@ class GraphDataModule(SplitData):
         May have edge_attr [edges, channels] and edge_weight [edges], for models that take what is
         called so. To predict (`self.predicts`), y and the masks are not read and may lack.
 
-        May set `class_names`, else they are numbers, and `node_names`, one for each node.
+        May set `class_names`, of the classes, labels or numbers, else these are numbered, and
+        `node_names`, one for each node.
         """
 
     def setup(self, stage: str | None = None) -> None:
@@ -144,7 +155,7 @@ class GraphDataModule(SplitData):
         if self._graph is not None and (stage == "predict" or not self.predicts):
             return
         self.predicts = stage == "predict"
-        data = checked(self.load(), predicts=self.predicts)
+        data = self._loaded()
         check_finite(data.x, self.place_of)
         if found := [f"{name} {list(data[name].shape)}" for name in CARRIED if name in data]:
             rank_zero_warn(
@@ -162,12 +173,14 @@ class GraphDataModule(SplitData):
                 continue
             if not mask.any():
                 raise UserError(f"data: no nodes for {name} in split {self.split}")
-            unlabelled = (mask & (data.y < 0)).nonzero()
+            unlabelled = (mask & ~has_target(data.y)).nonzero()
             if len(unlabelled):
                 node = int(unlabelled[0])
                 raise UserError(f"{self.label_of(node)}: node {node} of {name} has no label")
         if not self.predicts and (oddities := oddities_of(data)):
             rank_zero_warn(f"data: {'; '.join(oddities)}")
+        if not self.predicts and self.target != "classes":
+            check_training(data.y[data.train_mask], self.target, self.class_names, "node")
         self._keys = node_keys(data) if self.normalize_features else None
         data.x = self._prepared(data.x)
         if self.positions is not None:
@@ -181,7 +194,17 @@ class GraphDataModule(SplitData):
         if self.predicts:
             self.class_names = []  # those of the module count
         elif not self.class_names:
-            self.class_names = [str(number) for number in range(self.num_classes)]
+            self.class_names = [str(number) for number in range(self.num_outputs)]
+        elif len(self.class_names) != self.num_outputs:
+            raise UserError(
+                f"data: expected {self.num_outputs} class_names, got {len(self.class_names)}"
+            )
+
+    def _loaded(self) -> Data:
+        """The graph as it is checked."""
+        options: dict[str, Any] = {"predicts": self.predicts}
+        options["label_of"] = lambda node: f"{self.label_of(node)}: node {node}"
+        return checked(self.load(), self.target, **options)
 
     def place_of(self, node: int) -> str:
         """Where the features of a node are, for a message."""
@@ -224,8 +247,13 @@ class GraphDataModule(SplitData):
     def num_splits(self) -> int:
         """How many fixed splits the data has; 1 where the seed makes it. Loads the data."""
         if not self._num_splits:
-            self._num_splits = checked(self.load()).train_mask.shape[1]
+            self._num_splits = self._loaded().train_mask.shape[1]
         return self._num_splits
+
+    @property
+    def num_outputs(self) -> int:
+        """Classes, labels or numbers of a node."""
+        return self.num_classes if self.target == "classes" else self.graph.y.shape[1]
 
     @property
     def num_classes(self) -> int:
@@ -248,16 +276,18 @@ class GraphDataModule(SplitData):
 
     @property
     def train_labels(self) -> Tensor:
-        """The classes of the nodes to train on."""
+        """The targets of the nodes to train on."""
         return self.graph.y[self.graph.train_mask]
 
     def describe(self) -> dict[str, Any]:
-        """What a model and `NodeClassification` need to know; plain values, after `setup`."""
+        """What a model and a module need to know; plain values, after `setup`."""
         return {
             "in_channels": self.in_channels,
-            "out_channels": self.num_classes,  # what PyG's models call it
-            "num_classes": self.num_classes,
+            "out_channels": self.num_outputs,  # what PyG's models call it
+            "num_classes": self.num_outputs,
+            "num_outputs": self.num_outputs,
             "class_names": self.class_names,
+            "target": self.target,
             **({} if self.positions is None else {"position_dim": self.position_dim}),
             **({"edge_dim": self.graph.edge_attr.shape[1]} if "edge_attr" in self.graph else {}),
         }
@@ -268,11 +298,12 @@ class GraphDataModule(SplitData):
         labels = {name: graph.y[graph[f"{name}_mask"]] for name in SPLITS}
         split = f"; split {self.split + 1} of {self.num_splits}" if self.num_splits > 1 else ""
         counts = {name: len(found) for name, found in labels.items()}
+        has_classes = self.target == "classes"
         return [
-            split_line("nodes", counts, f" in {self.num_classes} classes{split}"),
+            split_line("nodes", counts, outputs_text(self.target, self.num_outputs) + split),
             f"  of {graph.num_nodes:,} nodes with {self.in_channels:,} features, "
             f"{graph.num_edges:,} edges",
-            *class_lines(labels, self.class_names),
+            *(class_lines(labels, self.class_names) if has_classes else ()),
         ]
 
     def __str__(self) -> str:
@@ -280,10 +311,11 @@ class GraphDataModule(SplitData):
             return f"{type(self).__name__} (not set up)"
         kind = "undirected" if self.is_undirected else "directed"
         counts = [int(self.graph[f"{name}_mask"].sum()) for name in SPLITS]
+        alike = f", homophily {self.homophily:.2f}" if self.target == "classes" else ""
         return (
             f"{type(self).__name__}: {self.graph.num_nodes:,} nodes, "
             f"{self.graph.num_edges:,} edges ({kind}), {self.in_channels:,} features, "
-            f"{self.num_classes} classes, homophily {self.homophily:.2f}; "
+            f"{self.num_outputs} {self.target}{alike}; "
             f"split {self.split + 1} of {self.num_splits}: "
             f"{counts[0]:,} / {counts[1]:,} / {counts[2]:,} nodes to train, validate, test"
         )

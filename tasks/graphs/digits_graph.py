@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
@@ -19,6 +20,11 @@ class DigitsGraphData(GraphDataModule):
     the 8 × 8 pixels; the features are the pixels, from 0 to 1. The split is Planetoid's protocol
     (Yang et al., 2016), drawn by `seed`: few labelled nodes of each class, and a graph that knows
     more. Source of the digits: UCI (Alpaydin and Kaynak, 1998), the part scikit-learn ships.
+
+    With `target="labels"` it is learned whether a digit is odd, is 5 or more and has a loop (see
+    `digit_labels`). With "numbers" the features are the upper half of the picture alone, and what
+    is learned is the ink of the lower half, left and right, in pixels: it is not in the features of
+    a node, but the graph says which digits the node resembles.
 
     Args:
         k: neighbours of a digit, itself not counted.
@@ -57,11 +63,26 @@ class DigitsGraphData(GraphDataModule):
         nodes, neighbors = kneighbors_graph(pixels, self.k).nonzero()
         edge_index = torch.from_numpy(np.stack([neighbors, nodes]).astype(np.int64))
         labels = torch.from_numpy(digits).long()
+        x = torch.from_numpy(pixels / 16).float()
+        y = labels
+        if self.target == "labels":
+            y, self.class_names = digit_labels(digits)
+        elif self.target == "numbers":
+            below = x[:, 32:].view(-1, 4, 2, 4)  # rows, halves, columns
+            x, y = x[:, :32], below.sum(dim=(1, 3))
+            self.class_names = ["lower_left", "lower_right"]
         return Data(
-            x=torch.from_numpy(pixels / 16).float(),
-            y=labels,
+            x=x,
+            y=y,
             edge_index=to_undirected(edge_index, num_nodes=len(labels)),
             **planetoid_masks(
                 labels, self.num_train_per_class, self.num_val, self.num_test, self.seed
             ),
         )
+
+
+def digit_labels(digits: np.ndarray) -> tuple[Tensor, list[str]]:
+    """Whether digits [digits] are odd, are 5 or more and have a loop (0, 6, 8, 9): float32
+    [digits, 3], and the names of these labels."""
+    labels = np.stack([digits % 2, digits >= 5, np.isin(digits, (0, 6, 8, 9))], axis=1)
+    return torch.from_numpy(labels.astype(np.float32)), ["odd", "large", "loop"]

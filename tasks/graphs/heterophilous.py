@@ -43,6 +43,8 @@ class HeterophilousData(GraphDataModule):
         UserError: in `setup`, if the file is missing or differs from the published form.
     """
 
+    targets = ("classes",)
+
     def __init__(
         self,
         root: str | Path,

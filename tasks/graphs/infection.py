@@ -42,6 +42,8 @@ class InfectionData(GraphDataModule):
         ValueError: an argument out of range.
     """
 
+    targets = ("classes",)
+
     def __init__(
         self,
         *,

@@ -59,6 +59,8 @@ class PlanetoidData(GraphDataModule):
         UserError: in `setup`, if files are missing, refused or do not fit together.
     """
 
+    targets = ("classes",)
+
     def __init__(
         self,
         root: str | Path,

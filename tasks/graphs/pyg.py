@@ -1,4 +1,4 @@
-"""Any node classification data set that comes with torch_geometric."""
+"""Any data set of one graph that comes with torch_geometric."""
 
 import inspect
 from collections.abc import Mapping
@@ -76,14 +76,15 @@ class PyGData(GraphDataModule):
             not has_masks(data)
             and not self.predicts
             and data.get("y") is not None
-            and data.y.ndim == 1
+            and (data.y.ndim == 1 or self.target != "classes")
         ):
             rank_zero_info(
                 f"{self.class_name} brings no train, val and test masks: "
                 f"split by data.seed={self.seed}"
             )
             fractions = [self.val_fraction, self.test_fraction]
-            data.update(random_masks(data.y, fractions, self.seed))
+            y = data.y if self.target == "classes" else data.y.float().view(len(data.y), -1)
+            data.update(random_masks(y, fractions, self.seed))
         return data
 
 

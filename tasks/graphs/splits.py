@@ -8,6 +8,7 @@ from torch_geometric.data import Data
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import stratified_split
+from attnkit.tasks.graphs.checks import has_target
 
 
 def planetoid_masks(
@@ -43,10 +44,17 @@ def planetoid_masks(
 
 
 def random_masks(labels: Tensor, fractions: Sequence[float], seed: int) -> dict[str, Tensor]:
-    """Random train_mask, val_mask and test_mask; of the nodes of each class that have a label,
-    these fractions to validate and to test."""
-    labelled = (labels >= 0).nonzero().flatten()
-    split = stratified_split(labels[labelled], fractions, seed)
+    """Random train_mask, val_mask and test_mask; of the nodes of each class that have a label, or
+    of all that have a label or number, these fractions to validate and to test.
+
+    Args:
+        labels: integers [nodes], or labels or numbers [nodes, outputs].
+        fractions: of val and of test.
+        seed: of the draw.
+    """
+    labelled = has_target(labels).nonzero().flatten()
+    strata = labels[labelled] if labels.ndim == 1 else torch.zeros_like(labelled)
+    split = stratified_split(strata, fractions, seed)
     return masks(len(labels), *(labelled[part] for part in split))
 
 
@@ -71,7 +79,8 @@ def node_keys(graph: Data) -> Tensor:
     features, as all ones, nodes of another graph may have the keys of these.
     """
     numbers = _mixed(torch.arange(graph.num_nodes))
-    return _mixed(_mixed(numbers + graph.y) + _row_keys(graph.x))
+    labels = graph.y if graph.y.ndim == 1 else _row_keys(graph.y)
+    return _mixed(_mixed(numbers + labels) + _row_keys(graph.x))
 
 
 def are_alike(x: Tensor) -> Tensor:

@@ -50,7 +50,9 @@ def test_describes_itself():
         "in_channels": 64,
         "out_channels": 10,
         "num_classes": 10,
+        "num_outputs": 10,
         "class_names": list("0123456789"),
+        "target": "classes",
     }
     assert (data.num_splits, data.is_undirected) == (1, True)
     source, target = data.graph.edge_index

@@ -85,6 +85,19 @@ def test_labels_are_truths_or_0_and_1(graph_files, tmp_path):
     assert made.class_names == ["0", "1", "2", "3"]
 
 
+def test_nodes_of_many_graphs(graph_files, tmp_path):
+    labels = np.arange(18) % 4
+    data = ready(written(graph_files, tmp_path, labels=labels), level="node")
+    assert data.graphs.y.tolist() == labels.tolist()
+    values = np.stack([labels / 2, labels + 1], axis=1)
+    data = ready(written(graph_files, tmp_path, labels=values), level="node", target="numbers")
+    np.testing.assert_array_equal(data.graphs.y, values)
+    assert data.graphs.batch(torch.tensor([2])).y.tolist() == values[5:10].tolist()
+    root = written(graph_files, tmp_path, labels=np.where(np.arange(18)[:, None] == 7, 2, 1))
+    with pytest.raises(UserError, match=r"labels.csv, line 8: expected labels of 0, 1 or NaN, got"):
+        ready(root, level="node", target="labels")
+
+
 def test_undirected_and_without_splits(graph_files, tmp_path):
     parts = graph_files.graphs_arrays(4)
     half = parts["edges"][parts["edges"][:, 0] < parts["edges"][:, 1]]
@@ -142,7 +155,7 @@ BAD = {
     "labels of fewer": ({"labels": rows([0, 1, 2])},
                         "labels.csv: expected 6 labels, one per graph, got 3"),
     "numbers of more": ({"labels": rows(["1.5,2"] * 8)} | NUMBERS,
-                        "labels.csv: expected 6 rows, one per graph, got .8, 2."),
+                        "labels.csv: expected 6 rows of numbers, one per graph, got .8, 2."),
     "a class below": ({"labels": rows([0, 1, -4, 0, 0, 0])},
                       "labels.csv, line 3: graph 2 is of class -4"),
     "between two graphs": ({"edges": "1,2\n0,1\n2,3\n1,2\n", "edge_weight": None},
@@ -159,12 +172,12 @@ BAD = {
     "a split is missing": ({"val": None}, "has no val"),
     "neither 0 nor 1": ({"labels": "a,b\n" + rows(["0,1"] * 3 + ["1,2"] + ["0,0"] * 2),
                          "target": "labels"},
-                        "labels.csv, line 5: expected labels of 0, 1 or nan, got 2; data.target"),
+                        "labels.csv, line 5: expected labels of 0, 1 or NaN, got 2"),
     "no number": ({"labels": "a,b\n" + rows(["0,1"] * 3 + ["1,NA"] + ["0,0"] * 2)} | NUMBERS,
                   "labels.csv, line 5: expected a number, or nothing where it is not known, "
                   "got 'NA'"),
     "not finite": ({"labels": rows(["0,1.5"] * 3 + ["1,-inf"] + ["0,0"] * 2)} | NUMBERS,
-                   "labels.csv, line 4: expected finite numbers or nan, got inf"),
+                   "labels.csv, line 4: expected numbers of finite numbers or NaN, got -inf"),
     "an index": ({"labels": "graph,a\n" + rows(f"{one},{one + 0.5}" for one in range(6))} | NUMBERS,
                  "labels.csv: the first column counts the rows or names the graphs"),
     "of train, not known": ({"labels": rows([0, -1, 1, 0, 2, 2])},

@@ -329,7 +329,7 @@ def run(*words):
     [
         ("graph", "data.batch_size=200", ["graph", "label", "probability", "p(0)"]),
         ("graph_values", "data.target=labels", ["graph", "p(odd)", "p(large)", "p(loop)"]),
-        ("graph_values", "data.batch_size=null data.batch_nodes=9000", ["graph", "height"]),
+        ("graph_values", "data.batch_size=null data.batch_nodes=9000", ["graph", "ink", "width"]),
     ],
 )
 def test_trains_tests_and_predicts(tmp_path, monkeypatch, level, data, columns):
@@ -338,7 +338,7 @@ def test_trains_tests_and_predicts(tmp_path, monkeypatch, level, data, columns):
     run("task=graph", f"level={level}", *data.split(), *few.split(), "trainer.max_epochs=1",
         "run_dir=made")  # fmt: skip
     results = json.loads((tmp_path / "made/results.json").read_text())
-    assert results["test/accuracy" if columns[1] != "height" else "test/mae"] >= 0
+    assert results["test/accuracy" if columns[1] != "ink" else "test/mae"] >= 0
     assert main(["run=predict", "ckpt=made", "run_dir=said"]) == 0
     rows = list(csv.reader((tmp_path / "said/predictions.csv").open()))
     assert rows[0][: len(columns)] == columns

@@ -156,7 +156,8 @@ def chosen(
     run.trainer.strategy.connect(run.module)  # whom data asks for sizes and words
     data.prepare_data()
     data.setup("predict" if images else "test")
-    if choose := getattr(data, "to_explain", None):  # of many graphs
+    choose = getattr(data, "to_explain", None)
+    if choose and data.level == "graph":  # of many
         batch, how = choose(num_images, graphs)
         return batch, [], how
     if not takes_images(run.config["predict"]):  # a graph is one batch

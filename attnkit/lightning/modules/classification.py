@@ -148,6 +148,7 @@ class ClassificationModule(TaskModule):
             self.log(name, metric, **options)
 
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         names = getattr(getattr(self.trainer, "datamodule", None), "class_names", None)
         if names and self.hparams.get("class_names") and list(names) != self.class_names:
             differing = next(

@@ -27,8 +27,9 @@ class ValuesModule(TaskModule):
     """A `TaskModule` that learns several labels, or numbers, of each sample; NaN does not count.
 
     - "labels": each 0 or 1; binary cross-entropy of logits. Logged of validation and test:
-      `accuracy`, the share of right labels, and `auroc` and `average_precision`, the means over
-      those labels that have both 0 and 1 (NaN if none has).
+      `accuracy`, the share of right labels, `micro_f1`, the F1 of all labels of all samples as if
+      they were of one, and `auroc` and `average_precision`, the means over those labels that have
+      both 0 and 1 (NaN if none has).
     - "numbers": the absolute error, in units of each number's deviation over `train_labels` of the
       data. What the module returns is in the units of the data. Logged: `mae` and `rmse`, in these.
 
@@ -82,6 +83,7 @@ class ValuesModule(TaskModule):
         if self.target == "labels":
             return {
                 "accuracy": MeanOfKnown(_is_right),
+                "micro_f1": MicroF1(),
                 "auroc": MeanOverLabels(binary_auroc),
                 "average_precision": MeanOverLabels(binary_average_precision),
             }
@@ -92,7 +94,10 @@ class ValuesModule(TaskModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns: logits of labels; numbers in the units of the data."""
-        outputs = super().forward(*args, **kwargs)
+        return self.in_units(super().forward(*args, **kwargs))
+
+    def in_units(self, outputs: Tensor) -> Tensor:
+        """What the model returns, as `forward` does: numbers in the units of the data."""
         return outputs if self.target == "labels" else outputs * self.deviation + self.mean
 
     def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
@@ -127,6 +132,7 @@ class ValuesModule(TaskModule):
             self.log(name, metric, **options)
 
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         names = getattr(getattr(self.trainer, "datamodule", None), "class_names", None)
         if names and self.hparams.get("class_names") and list(names) != self.class_names:
             raise UserError(
@@ -190,6 +196,29 @@ class MeanError(MeanOfKnown):
     """The mean of a function that is better the lower it is."""
 
     higher_is_better = False
+
+
+class MicroF1(Metric):
+    """2 · right ones / (ones that are predicted + true ones) over all known labels of all samples;
+    a logit above 0 predicts a one. 0 where there is none."""
+
+    full_state_update = False
+    higher_is_better = True
+    right: Tensor
+    counted: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("right", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("counted", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, truth: Tensor) -> None:
+        predicted, right = (outputs > 0) & ~truth.isnan(), truth == 1
+        self.right += (predicted & right).sum()
+        self.counted += predicted.sum() + right.sum()
+
+    def compute(self) -> Tensor:
+        return 2 * self.right / self.counted.clamp(min=1)
 
 
 class MeanOverLabels(Metric):

@@ -1,7 +1,7 @@
 """What files say of nodes: features, labels, names, and which nodes a split has."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
+from attnkit.tasks.graphs.checks import Target
 from attnkit.tasks.graphs.files.part import Part, are_whole, numbers_of
 from attnkit.tasks.graphs.files.text import Text
 
@@ -126,6 +127,49 @@ def _refuse_two_spellings(part: Part, words: np.ndarray, labels: np.ndarray) -> 
                 f"{part.place_of(int(node))}: {plain!r} and {spelled[number]!r} are one class or "
                 "two; write one of them, or names that are no numbers"
             )
+
+
+def read_values(
+    part: Part, count: int, target: Target, names: Sequence[str] = (), items: Iterable[str] = ()
+) -> tuple[Tensor, list[str]]:
+    """y, float32 [rows, outputs], of several labels or numbers of each node, or graph, and their
+    names. What is empty or nan is unknown; labels are 0 and 1, or False and True.
+
+    Args:
+        count: how many rows there are.
+        target: "labels" or "numbers".
+        names: of the columns; none: those in the header, if there is one.
+        items: the names of the nodes, or graphs, if they have any, which are no column.
+    """
+    words = part.words(count)
+    words = words[:, None] if words.ndim == 1 else words
+    if len(words) != count or words.ndim != 2:
+        raise UserError(
+            f"{part.where}: expected {count} rows of {target}, one per {part.item}, "
+            f"got {list(words.shape)}"
+        )
+    if words.dtype.kind == "U":
+        lower = np.char.lower(words)
+        words = np.where(lower == "true", "1", np.where(lower == "false", "0", words))
+    values = numbers_of(words)
+    if values.dtype.kind not in "iufb":
+        flat = words.ravel().tolist()
+        wrong = next(
+            n for n, word in enumerate(flat) if numbers_of(np.array([word])).dtype.kind == "U"
+        )
+        raise UserError(
+            f"{part.place_of(wrong // words.shape[1])}: expected a number, or nothing where it is "
+            f"not known, got {flat[wrong]!r}"
+        )
+    part.refuse_index(values, f"a {target[:-1]}", list(items))
+    header = part.form.header if part.form.is_header or not part.form.may_have_header else ()
+    found = list(names or (header if len(header) == values.shape[1] else ()))
+    if found and len(found) != values.shape[1]:
+        raise UserError(
+            f"{part.where}: expected {len(found)} {target}, one for each of the names in classes, "
+            f"got {values.shape[1]}"
+        )
+    return torch.from_numpy(values.astype(np.float32)), found
 
 
 def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) -> Tensor:

@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.utils import scatter
 
 from attnkit.core.arguments import existing
 from attnkit.lightning.errors import UserError
@@ -18,17 +21,19 @@ SPLIT_FILES = {"train": "train", "val": "valid", "test": "test"}
 
 
 class OGBFilesData(GraphDataModule):
-    """A node-property-prediction graph of OGB with one class per node, such as ogbn-arxiv.
+    """A node-property-prediction graph of OGB, such as ogbn-arxiv; ogbn-proteins, whose nodes have
+    112 labels each, with `target="labels"`.
 
     Reads the unpacked folder as published, without the package `ogb` and without a download:
     `raw/edge.csv.gz`, `node-feat.csv.gz`, `node-label.csv.gz`, `num-node-list.csv.gz` and
     `num-edge-list.csv.gz`, or `raw/data.npz` and `node-label.npz`; `split/<name>/train.csv.gz`,
     `valid.csv.gz` and `test.csv.gz`; the names of classes in `mapping/`; and of edges that carry
-    features `raw/edge-feat.csv.gz`. Text is read line by line; features are in memory. Never writes
-    there.
+    features `raw/edge-feat.csv.gz`. Where nodes have no features, as in ogbn-proteins, those of a
+    node are the mean of what the edges into it carry, as in OGB's own examples. Text is read line
+    by line; features are in memory. Never writes there.
 
-    Edges are as in the files. OGB itself adds the reverse of ogbn-products' (`undirected`); those
-    of ogbn-arxiv lead from the citing paper.
+    Edges are as in the files. OGB itself adds the reverse of those of ogbn-products and
+    ogbn-proteins (`undirected`); those of ogbn-arxiv lead from the citing paper.
 
     Source: Hu et al., Open Graph Benchmark, 2020.
 
@@ -57,6 +62,7 @@ class OGBFilesData(GraphDataModule):
         self.split_name = split_name
         self.undirected = undirected
         self._features: Part | None = None
+        self._labels: Part | None = None
 
     def load(self) -> Data:
         raw = self.root / "raw"
@@ -65,10 +71,17 @@ class OGBFilesData(GraphDataModule):
         binary = (raw / "data.npz").is_file()
         nodes, edges, carried, x = self._binary(raw) if binary else self._text(raw)
         found = read_edges(edges, nodes, carried={"edge_attr": carried}, undirected=self.undirected)
+        if x is None:
+            x = scatter(found["edge_attr"], found["edge_index"][1], 0, nodes, "mean")
         if self.predicts:
             return Data(x=x, **found)
-        label = _file(raw, "node-label.npz" if binary else "node-label.csv.gz")
-        y, self.class_names = read_labels(label, nodes, self._class_names())
+        label = _file(raw, f"node-label.{'npz' if binary else 'csv.gz'}", rows=nodes)
+        if self.target == "classes":
+            y, self.class_names = read_labels(label, nodes, self._class_names())
+        else:
+            y = torch.from_numpy(label.array(np.float32))
+            label.check_rows(y.numpy())
+            self._labels = label
         folder = self._split_folder()
         found |= {
             f"{split}_mask": read_mask(_file(folder, f"{name}.csv.gz"), nodes)
@@ -79,7 +92,10 @@ class OGBFilesData(GraphDataModule):
     def place_of(self, node: int) -> str:
         return super().place_of(node) if self._features is None else self._features.node_place(node)
 
-    def _text(self, raw: Path) -> tuple[int, Part, Part | None, Any]:
+    def label_of(self, node: int) -> str:
+        return super().label_of(node) if self._labels is None else self._labels.place_of(node)
+
+    def _text(self, raw: Path) -> tuple[int, Part, Part | None, Tensor | None]:
         counts = {
             kind: _file(raw, f"num-{kind}-list.csv.gz").array(np.int64, 1)
             for kind in ("node", "edge")
@@ -89,13 +105,18 @@ class OGBFilesData(GraphDataModule):
                 path = raw / f"num-{kind}-list.csv.gz"
                 raise UserError(f"{path}: expected the size of one graph, got {len(count)}")
         nodes, num_edges = (int(counts[kind][0, 0]) for kind in ("node", "edge"))
-        features = self._features = _file(raw, "node-feat.csv.gz", rows=nodes)
         edges = _file(raw, "edge.csv.gz", rows=num_edges)
-        has_carried = any((raw / f"edge-feat.csv{gz}").is_file() for gz in (".gz", ""))
-        carried = _file(raw, "edge-feat.csv.gz", rows=num_edges) if has_carried else None
+        has = {
+            kind: any((raw / f"{kind}-feat.csv{gz}").is_file() for gz in (".gz", ""))
+            for kind in ("node", "edge")
+        }
+        carried = _file(raw, "edge-feat.csv.gz", rows=num_edges) if has["edge"] else None
+        if carried and not has["node"]:
+            return nodes, edges, carried, None
+        features = self._features = _file(raw, "node-feat.csv.gz", rows=nodes)
         return nodes, edges, carried, read_features(features)
 
-    def _binary(self, raw: Path) -> tuple[int, Part, Part | None, Any]:
+    def _binary(self, raw: Path) -> tuple[int, Part, Part | None, Tensor | None]:
         parts = Parts(raw / "data.npz")
         self._features = parts.expect("node_feat")
         x = read_features(self._features)

@@ -19,6 +19,7 @@ from attnkit.tasks.graphs.files.nodes import (
     read_labels,
     read_mask,
     read_names,
+    read_values,
 )
 from attnkit.tasks.graphs.files.part import Part
 from attnkit.tasks.graphs.splits import random_masks
@@ -45,7 +46,7 @@ class GraphFilesData(GraphDataModule):
     | `train`, `val`, `test` | numbers of nodes, or masks (see below); may lack | `train_mask`, … |
     | `edge_attr` | numbers [edges, channels] that the edges carry; may lack | `edge_features` |
     | `edge_weight` | a number of each edge; may lack | `edge_weights` |
-    | `classes` | the name of each class, if labels are numbers; may lack | |
+    | `classes` | the name of each class, if labels are numbers, or column; may lack | |
     | `nodes` | the name of each node; tables of edges and splits are by name then; may lack | |
 
     A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, these also `.gz`, or `.parquet`, which
@@ -56,8 +57,11 @@ class GraphFilesData(GraphDataModule):
     checked to be finite; `normalize_features` and `sparse_features` read it into memory. Text is
     read line by line. Nothing is unpickled, and nothing written.
 
-    A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. A label that is empty is
-    none, as −1 and nan are.
+    With `target` "labels" or "numbers", `labels` has a row for each node, of several labels (0, 1)
+    or numbers; a header names them. Nothing or nan is unknown and does not count.
+
+    A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. The label of a class that
+    is empty is none, as −1 and nan are.
 
     Edges given twice and self-loops count as they are, and a warning counts them. Without train,
     val and test a random split is drawn by `seed`: `val_fraction` and `test_fraction` of every
@@ -107,7 +111,11 @@ class GraphFilesData(GraphDataModule):
         if labels is None or self.predicts:
             return Data(x=x, **edges)
         self._labels = labels
-        y, self.class_names = read_labels(labels, len(x), read_names(classes) if classes else [])
+        known = read_names(classes) if classes else []
+        if self.target == "classes":
+            y, self.class_names = read_labels(labels, len(x), known)
+        else:
+            y, self.class_names = read_values(labels, len(x), self.target, known, names or ())
         masks = {f"{name}_mask": read_mask(part, len(x), names) for name, part in splits.items()}
         return Data(x=x, y=y, **edges, **(masks or self._random_split(y)))
 

@@ -86,6 +86,10 @@ class NodePredictions(Callback):
         is_repeated = isinstance(trainer.predict_dataloaders, FullGraph)
         if not self.attention or (is_repeated and not trainer.is_global_zero):
             return
+        if "number" in batch:
+            raise UserError(
+                "predict.attention: expected one graph, whose nodes have numbers, got many graphs"
+            )
         with trainer.precision_plugin.forward_context(), unrecorded():
             for part in sub_graphs(batch):
                 found = looked_at(pl_module, part, self.top_k, each_head=self.heads == "each")

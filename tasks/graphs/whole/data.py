@@ -1,8 +1,8 @@
-"""Data modules of many graphs, each with a class or values to learn."""
+"""Data modules of many graphs, with a class or values of each, or of each of their nodes."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -15,22 +15,25 @@ from attnkit.core.arguments import at_least, choice, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.protocols import by_turns
 from attnkit.lightning.resume.sampler import as_it_is, stratified_split
-from attnkit.tasks.graphs.checks import SPLITS
-from attnkit.tasks.graphs.whole.graphs import GraphItems, Graphs, Target
+from attnkit.tasks.graphs.checks import SPLITS, Target, check_training, has_target
+from attnkit.tasks.graphs.whole.graphs import GraphItems, Graphs
 from attnkit.tasks.graphs.whole.tokens import TokenLists, TokenSampler
 from attnkit.tasks.loaders import SplitData, loader_options, make_loader
-from attnkit.tasks.summary import class_lines, split_line
+from attnkit.tasks.summary import class_lines, outputs_text, split_line
 
 
 class GraphsDataModule(SplitData):
-    """Many graphs with a class, labels or numbers each; a subclass reads them in `load()`.
+    """Many graphs with a class, labels or numbers each, or of each of their nodes; a subclass reads
+    them in `load()`.
 
     A batch is a `torch_geometric.data.Data` of several graphs without edges between them: `x`,
     `edge_index`, maybe `edge_attr` and `edge_weight`, and `y`, `batch`, `ptr` and `number` as
     `Graphs.batch` says. To predict is to predict every graph.
 
     Args:
-        target: what `y` of a graph is: "classes", an integer; "labels", several of 0 or 1; or
+        level: of what `y` is: "graph", of each graph, or "node", of each node: a model learns the
+            nodes of some graphs, and is tested on those of others.
+        target: what `y` of one is: "classes", an integer; "labels", several of 0 or 1; or
             "numbers". Of the latter two NaN is unknown and does not count.
         val_fraction, test_fraction: of the graphs, drawn by `seed`, of each class where there are
             classes; not used where the data brings splits.
@@ -50,11 +53,11 @@ class GraphsDataModule(SplitData):
     """
 
     num_splits = 1
-    level = "graph"
 
     def __init__(
         self,
         *,
+        level: Literal["graph", "node"] = "graph",
         target: Target = "classes",
         val_fraction: float = 0.1,
         test_fraction: float = 0.2,
@@ -64,6 +67,7 @@ class GraphsDataModule(SplitData):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        choice(("graph", "node"), level=level)
         choice(get_args(Target), target=target)
         held_out(val_fraction=val_fraction, test_fraction=test_fraction)
         at_least(1, batch_size=batch_size, batch_nodes=batch_nodes)
@@ -73,6 +77,7 @@ class GraphsDataModule(SplitData):
                 "batch_nodes: replaces batch_size: expected one of them and null for the other, "
                 f"got {batch_nodes} and batch_size={batch_size}"
             )
+        self.level = level
         self.target: Target = target
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
@@ -92,7 +97,8 @@ class GraphsDataModule(SplitData):
     @abstractmethod
     def load(self) -> Iterable[Data]:
         """The graphs: each with x [nodes, channels], edge_index [2, edges] and y, of a class or of
-        as many labels or numbers; maybe edge_attr [edges, channels] and edge_weight [edges].
+        as many labels or numbers, of nodes [nodes] or [nodes, outputs]; maybe edge_attr [edges,
+        channels] and edge_weight [edges].
 
         May set `class_names`, of the classes, labels or numbers, `graph_names`, one of each graph,
         and `given_splits`. To predict (`self.predicts`), y and splits are not read and may lack.
@@ -107,7 +113,9 @@ class GraphsDataModule(SplitData):
         if self._graphs is not None and (stage == "predict" or not self.predicts):
             return
         self.predicts = stage == "predict"
-        graphs = Graphs.of(self.load(), None if self.predicts else self.target, self.place_of)
+        target = None if self.predicts else self.target
+        of_nodes = self.level == "node"
+        graphs = Graphs.of(self.load(), target, self.place_of, of_nodes=of_nodes)
         if self.graph_names is not None and len(self.graph_names) != len(graphs):
             raise UserError(
                 f"data: expected {len(graphs)} graph_names, one for each graph, "
@@ -136,19 +144,23 @@ class GraphsDataModule(SplitData):
 
     def _splits(self, graphs: Graphs) -> dict[str, Tensor]:
         """The numbers of the graphs of each split, whose targets are as they must be."""
-        known = graphs.y >= 0 if self.target == "classes" else ~graphs.y.isnan().all(dim=1)
+        known = graphs.has_target
         what = {"classes": "class", "labels": "label", "numbers": "number"}[self.target]
         if not known.any():
             raise UserError(f"data: no graph has a {what}")
-        largest = max(len(known), len(self.class_names))
+        largest = max(len(graphs.y), len(self.class_names))
         if self.target == "classes" and int(graphs.y.max()) >= largest:
+            row = int(graphs.y.argmax())
+            if graphs.of_nodes:
+                row = int(torch.searchsorted(graphs.node_starts, row, right=True)) - 1
             raise UserError(
-                f"{self.place_of(int(graphs.y.argmax()))}: expected a class of 0 to {largest - 1}, "
+                f"{self.place_of(row)}: expected a class of 0 to {largest - 1}, "
                 f"got {int(graphs.y.max())}"
             )
         if self.given_splits is None:
             numbers = known.nonzero().flatten()
-            strata = graphs.y[numbers] if self.target == "classes" else torch.zeros_like(numbers)
+            has_class = self.target == "classes" and not graphs.of_nodes
+            strata = graphs.y[numbers] if has_class else torch.zeros_like(numbers)
             fractions = [self.val_fraction, self.test_fraction]
             parts = [numbers[part] for part in stratified_split(strata, fractions, self.seed)]
             splits = dict(zip(SPLITS, parts, strict=True))
@@ -164,16 +176,15 @@ class GraphsDataModule(SplitData):
                 )
             if len(unknown := part[~known[part]]):
                 raise UserError(f"{self.place_of(int(unknown[0]))}: it is of {name}, has no {what}")
-        y = graphs.y[splits["train"]]
+        y = graphs.targets(splits["train"])
         if self.target == "classes":
-            later = torch.cat([graphs.y[splits[name]] for name in ("val", "test")]).unique()
-            if unseen := later[~torch.isin(later, y)].tolist():
+            later = torch.cat([graphs.targets(splits[name]) for name in ("val", "test")])
+            unseen = later[has_target(later) & ~torch.isin(later, y)].unique().tolist()
+            if unseen:
                 some = ", ".join(map(str, unseen[:5])) + ", …" * (len(unseen) > 5)
-                rank_zero_warn(f"data: no training graph has class {some}")
-        elif (empty := y.isnan().all(dim=0)).any():
-            number = int(empty.nonzero()[0])
-            which = self.class_names[number] if self.class_names else number
-            raise UserError(f"data: no graph of train has a value of {self.target[:-1]} {which}")
+                rank_zero_warn(f"data: no training {self.level} has class {some}")
+        else:
+            check_training(y, self.target, self.class_names, self.level)
         return splits
 
     @property
@@ -185,7 +196,7 @@ class GraphsDataModule(SplitData):
 
     @property
     def num_outputs(self) -> int:
-        """Classes, labels or numbers of a graph."""
+        """Classes, labels or numbers of a graph or node."""
         if self.target == "classes":
             return max(int(self.graphs.y.max()) + 1, len(self.class_names))
         return self.graphs.y.shape[1]
@@ -197,8 +208,9 @@ class GraphsDataModule(SplitData):
 
     @property
     def train_labels(self) -> Tensor:
-        """The targets of the graphs to train on."""
-        return self.graphs.y[self.sets["train"].numbers]
+        """The targets of the graphs to train on, or of their nodes, where they are known."""
+        y = self.graphs.targets(self.sets["train"].numbers)
+        return y[has_target(y)]
 
     def describe(self) -> dict[str, Any]:
         """What a model and a module need to know; plain values, after `setup`."""
@@ -217,17 +229,16 @@ class GraphsDataModule(SplitData):
         """What was found, in a few lines; after `setup`."""
         graphs, sizes = self.graphs, self.graphs.sizes
         counts = {name: len(items) for name, items in self.sets.items()}
-        what = {"classes": f" in {self.num_outputs} classes"}.get(
-            self.target, f" with {self.num_outputs} {self.target} each"
-        )
+        what = outputs_text(self.target, self.num_outputs) + " of the nodes" * graphs.of_nodes
         lines = [
             split_line("graphs", counts, what),
             f"  {int(sizes.min()):,} to {int(sizes.max()):,} nodes with {self.in_channels:,} "
             f"features, {len(graphs.x):,} nodes and {graphs.edge_index.shape[1]:,} edges in all",
         ]
         if self.target == "classes":
-            labels = {name: graphs.y[items.numbers] for name, items in self.sets.items()}
-            lines += class_lines(labels, self.class_names)
+            labels = {name: graphs.targets(items.numbers) for name, items in self.sets.items()}
+            known = {name: y[has_target(y)] for name, y in labels.items()}
+            lines += class_lines(known, self.class_names)
         return lines
 
     def __str__(self) -> str:

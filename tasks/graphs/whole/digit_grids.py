@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
+from attnkit.tasks.graphs.digits_graph import digit_labels
 from attnkit.tasks.graphs.whole.data import GraphsDataModule
 
 SIDE = 8  # pixels
@@ -19,9 +20,9 @@ class DigitGridsData(GraphsDataModule):
     the graphs differ in size and shape. Source of the digits: UCI (Alpaydin and Kaynak, 1998), the
     part scikit-learn ships.
 
-    `target` says what is learned of a graph: "classes", the digit; "labels", whether it is odd, is
-    5 or more and has a loop (0, 6, 8, 9); "numbers", the rows and columns from the first to the
-    last pixel of at least half the ink, in pixels.
+    `target` says what is learned of a graph: "classes", the digit; "labels", see `digit_labels`;
+    "numbers", its ink and the columns from the first to the last pixel of at least half the ink,
+    both in pixels.
 
     The arguments are those of `GraphsDataModule`.
     """
@@ -31,23 +32,16 @@ class DigitGridsData(GraphsDataModule):
 
         images, digits = load_digits(return_X_y=True)
         ink = images.reshape(-1, SIDE, SIDE).astype(np.float32) / 16
-        if self.target == "classes":
-            y = torch.from_numpy(digits).long()[:, None]
-        elif self.target == "labels":
-            self.class_names = ["odd", "large", "loop"]
-            loop = np.isin(digits, (0, 6, 8, 9))
-            y = torch.from_numpy(np.stack([digits % 2, digits >= 5, loop], axis=1).astype(np.int64))
-        else:
-            self.class_names = ["height", "width"]
-            dark = ink >= 0.5
-            y = torch.tensor([[_extent(one.any(axis=1)), _extent(one.any(axis=0))] for one in dark])
+        y = torch.from_numpy(digits).long()[:, None]
+        if self.target == "labels":
+            y, self.class_names = digit_labels(digits)
+        elif self.target == "numbers":
+            self.class_names = ["ink", "width"]
+            dark = (ink >= 0.5).any(axis=1)
+            width = SIDE - dark.argmax(axis=1) - dark[:, ::-1].argmax(axis=1)
+            numbers = np.stack([ink.sum(axis=(1, 2)), width], axis=1)
+            y = torch.from_numpy(numbers.astype(np.float32))
         return [_grid(image, one) for image, one in zip(ink, y, strict=True)]
-
-
-def _extent(inked: np.ndarray) -> float:
-    """From the first to the last that is True, both counted."""
-    places = inked.nonzero()[0]
-    return float(places[-1] - places[0] + 1) if len(places) else 0.0
 
 
 def _grid(ink: np.ndarray, y: torch.Tensor) -> Data:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.graphs.checks import check_finite
+from attnkit.tasks.graphs.checks import check_finite, checked_values
 from attnkit.tasks.graphs.files.arrays import Parts
-from attnkit.tasks.graphs.files.nodes import read_labels, read_mask, read_names
+from attnkit.tasks.graphs.files.nodes import read_labels, read_mask, read_names, read_values
 from attnkit.tasks.graphs.files.own import parts_of_splits, read_all_edges, read_nodes
 from attnkit.tasks.graphs.files.part import Part, are_whole, numbers_of
 from attnkit.tasks.graphs.whole.data import GraphsDataModule
@@ -26,7 +26,7 @@ class GraphsFilesData(GraphsDataModule):
     | part | what it is | other names |
     |---|---|---|
     | `graphs` | the graph of each node: 0 for those of the first, then 1, …; or a name | `batch` |
-    | `labels` | a row for each graph, in their order: see below | `y` |
+    | `labels` | a row for each graph, or with `level="node"` for each node: see below | `y` |
     | `train`, `val`, `test` | graphs by number or name, or masks [graphs]; may lack | as there |
     | `classes` | the names of the classes, labels or numbers; may lack | |
 
@@ -70,8 +70,8 @@ class GraphsFilesData(GraphsDataModule):
         found: dict[str, list[Tensor]] = {"x": _pieces(x, owners, count)}
         if labels and not self.predicts:
             self._labels = labels
-            y = self._read_targets(labels, count, read_names(classes) if classes else [])
-            found["y"] = list(y.split(1))
+            known = read_names(classes) if classes else []
+            found["y"] = self._read_targets(labels, known, owners)
             self.given_splits = self._read_splits(splits, count)
         owner_of_edge = owners[edges["edge_index"][0].numpy()]
         order = torch.from_numpy(owner_of_edge.argsort(kind="stable"))
@@ -87,26 +87,22 @@ class GraphsFilesData(GraphsDataModule):
         ]
 
     def place_of(self, graph: int) -> str:
-        if self._labels is None or self.predicts:
+        if self._labels is None or self.predicts or self.level == "node":
             return f"{self.root}: graph {graph}"
         return f"{self._labels.place_of(graph)}: graph {graph}"
 
-    def _read_targets(self, part: Part, count: int, names: list[str]) -> Tensor:
-        """y of all graphs, [graphs] or [graphs, columns], of which `class_names` are set."""
-        part.item = "graph"
+    def _read_targets(self, part: Part, names: list[str], owners: np.ndarray) -> list[Tensor]:
+        """y of each graph; `class_names` are set."""
+        if self.level == "graph":
+            owners, part.item = np.arange(int(owners[-1]) + 1), "graph"
+        rows, count = len(owners), int(owners[-1]) + 1
         if self.target == "classes":
-            y, self.class_names = read_labels(part, count, names)
-            return y
-        y, header = read_values(part, count)
-        part.refuse_index(y, f"a {self.target[:-1]}", self.graph_names or ())
-        self.class_names = names or header
-        if self.target == "labels" and (wrong := ~(np.isnan(y) | (y == 0) | (y == 1))).any():
-            row, column = np.argwhere(wrong)[0].tolist()
-            raise UserError(
-                f"{part.place_of(row)}: expected labels of 0, 1 or nan, got {y[row, column]:g}; "
-                "data.target=classes and numbers learn others"
-            )
-        return torch.from_numpy(y)
+            y, self.class_names = read_labels(part, rows, names)
+        else:
+            items = (self.graph_names if self.level == "graph" else None) or ()
+            y, self.class_names = read_values(part, rows, self.target, names, items)
+            checked_values(y, self.target, part.place_of)
+        return _pieces(y, owners, count)
 
     def _read_splits(self, parts: dict[str, Part], count: int) -> dict[str, Tensor] | None:
         names = {name: number for number, name in enumerate(self.graph_names or ())}
@@ -159,46 +155,6 @@ def read_graphs(part: Part, count: int) -> tuple[np.ndarray, list[str] | None]:
             raise UserError(f"{part.node_place(node)}: {what}; sort the nodes by their graph")
         names[name] = None
     return graphs, list(names)
-
-
-def read_values(part: Part, count: int) -> tuple[np.ndarray, list[str]]:
-    """Numbers, float32 [rows, columns], NaN where there are none, and the names of the columns, if
-    there is a header.
-
-    Args:
-        count: how many rows there are.
-
-    Raises:
-        UserError: a value that is no finite number, or another number of rows.
-    """
-    words = part.words(count)
-    words = words[:, None] if words.ndim == 1 else words
-    if words.ndim != 2 or len(words) != count:
-        raise UserError(
-            f"{part.where}: expected {count} rows, one per {part.item}, got {list(words.shape)}"
-        )
-    if words.dtype.kind == "U":
-        lower = np.char.lower(words)
-        words = np.where(lower == "true", "1", np.where(lower == "false", "0", words))
-    found = numbers_of(words)
-    if found.dtype.kind == "U":
-        row, column = next(
-            (row, column)
-            for row, fields in enumerate(words)
-            for column, word in enumerate(fields)
-            if numbers_of(np.array([word])).dtype.kind == "U"
-        )
-        raise UserError(
-            f"{part.place_of(row)}: expected a number, or nothing where it is not known, "
-            f"got {str(words[row, column])!r}"
-        )
-    if found.dtype.kind not in "iufb" or np.isinf(found).any():
-        wrong = np.argwhere(np.isinf(found))[0, 0] if found.dtype.kind == "f" else 0
-        raise UserError(f"{part.node_place(int(wrong))}: expected finite numbers or nan, got inf")
-    header = list(part.form.header)
-    is_header = part.form.is_header or not part.form.may_have_header
-    names = header if is_header and len(header) == found.shape[1] else []
-    return found.astype(np.float32), names
 
 
 def _pieces(values: Tensor, owners: np.ndarray, count: int) -> list[Tensor]:

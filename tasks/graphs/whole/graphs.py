@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +12,14 @@ from torch_geometric.data import Data
 
 from attnkit.core.operators.sparse import offsets, ranges
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.graphs.checks import CARRIED, check_finite
-
-Target = Literal["classes", "labels", "numbers"]
+from attnkit.tasks.graphs.checks import (
+    CARRIED,
+    Target,
+    check_finite,
+    checked_values,
+    has_target,
+    node_targets,
+)
 
 
 @dataclass(eq=False)
@@ -26,9 +30,11 @@ class Graphs:
     edge_index: int64 [2, edges], source in row 0, as numbers of the nodes of all graphs; the edges
         of a graph are together, in the order of the graphs.
     node_starts, edge_starts: int64 [graphs + 1].
-    y: int64 [graphs], a class of each, or float32 [graphs, outputs]; −1 and NaN: unknown.
+    y: int64 [graphs], a class of each, or float32 [graphs, outputs]; −1 and NaN: unknown. With
+        `of_nodes` likewise of each node, [nodes] or [nodes, outputs].
     edge_attr: float32 [edges, channels], or None.
     edge_weight: float32 [edges], or None.
+    of_nodes: whether y is of the nodes.
     """
 
     x: Tensor
@@ -38,6 +44,7 @@ class Graphs:
     y: Tensor
     edge_attr: Tensor | None = None
     edge_weight: Tensor | None = None
+    of_nodes: bool = False
 
     @classmethod
     def of(
@@ -45,6 +52,8 @@ class Graphs:
         graphs: Iterable[Data],
         target: Target | None,
         place_of: Callable[[int], str] | None = None,
+        *,
+        of_nodes: bool = False,
     ) -> Graphs:
         """The storage of graphs with x, edge_index and y, and maybe edge_attr and edge_weight.
 
@@ -52,6 +61,7 @@ class Graphs:
             graphs: `torch_geometric.data.Data` each; without y what it is to learn is unknown.
             target: what y is: a class, or a row of labels or of numbers; None: it is not read.
             place_of: where a graph comes from, for a message.
+            of_nodes: whether y is of each node, not of the graph.
 
         Raises:
             UserError: names the first graph that is not as described.
@@ -86,23 +96,40 @@ class Graphs:
         if "edge_weight" in extra:
             extra["edge_weight"] = extra["edge_weight"].flatten()
         targets = [None if target is None else graph.get("y") for graph in found]
-        y = joined_targets(targets, target or "classes", place_of)
-        return cls(x, torch.cat(moved, dim=1).long(), node_starts, edge_starts, y, **extra)
+        sizes = node_starts.diff().tolist() if of_nodes else None
+        y = joined_targets(targets, target or "classes", place_of, sizes)
+        edge_index = torch.cat(moved, dim=1).long()
+        return cls(x, edge_index, node_starts, edge_starts, y, **extra, of_nodes=of_nodes)
 
     def __len__(self) -> int:
-        return len(self.y)
+        return len(self.node_starts) - 1
 
     @property
     def sizes(self) -> Tensor:
         """How many nodes each graph has, int64 [graphs]."""
         return self.node_starts.diff()
 
+    @property
+    def has_target(self) -> Tensor:
+        """Of which graphs something is known to learn, bool [graphs]."""
+        known = has_target(self.y)
+        if not self.of_nodes:
+            return known
+        owners = torch.repeat_interleave(self.sizes)
+        return torch.zeros(len(self)).index_add_(0, owners, known.float()) > 0
+
+    def targets(self, numbers: Tensor) -> Tensor:
+        """y of these graphs, or of their nodes."""
+        if not self.of_nodes:
+            return self.y[numbers]
+        return self.y[ranges(self.node_starts[numbers], self.sizes[numbers])]
+
     def batch(self, numbers: Tensor) -> Data:
         """The graphs with these numbers as one graph without edges between them.
 
         Returns:
-            x, edge_index, edge_attr and edge_weight, `y` of the graphs, `batch` [nodes], the graph
-            of each node, `ptr` [graphs + 1], where each begins, and `number` [graphs].
+            x, edge_index, edge_attr and edge_weight, `y` of the graphs or nodes, `batch` [nodes],
+            the graph of each node, `ptr` [graphs + 1], where each begins, and `number` [graphs].
         """
         node_counts = self.node_starts.diff()[numbers]
         edge_counts = self.edge_starts.diff()[numbers]
@@ -113,7 +140,7 @@ class Graphs:
         data = Data(
             x=self.x[nodes],
             edge_index=self.edge_index[:, edges] + shift,
-            y=self.y[numbers],
+            y=self.y[nodes if self.of_nodes else numbers],
             batch=torch.repeat_interleave(node_counts),
             ptr=ptr,
             number=numbers,
@@ -156,39 +183,64 @@ class GraphItems(Dataset):
 
 
 def joined_targets(
-    found: Sequence[Tensor | None], target: Target, place_of: Callable[[int], str]
+    found: Sequence[Tensor | None],
+    target: Target,
+    place_of: Callable[[int], str],
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """The targets of all graphs as one tensor, see `Graphs.y`; a `UserError` names a wrong one."""
+    """The targets of all graphs as one tensor, see `Graphs.y`; a `UserError` names a wrong one.
+
+    Args:
+        found: y of each graph; None: unknown.
+        target: what y is.
+        place_of: where a graph comes from, for a message.
+        sizes: the nodes of each, if y is of the nodes.
+    """
     for number, y in enumerate(found):
         if not isinstance(y, Tensor | None):
             raise UserError(f"{place_of(number)}: expected y as a tensor, got {type(y).__name__}")
-    known = next((y for y in found if y is not None), None)
-    if target == "classes":
-        for number, y in enumerate(found):
-            if y is not None and (y.numel() != 1 or y.is_floating_point()):
-                raise UserError(
-                    f"{place_of(number)}: expected y to be one class, an integer, got {y.dtype} "
-                    f"{list(y.shape)}; data.target says what it is: classes, labels, numbers"
-                )
-        return torch.tensor([-1 if y is None else int(y) for y in found])
-    width = 0 if known is None else known.numel()
-    rows = torch.full((len(found), width), torch.nan)
+    rows: list[Tensor | None] = []
+    width = -1
     for number, y in enumerate(found):
-        if y is None:
-            continue
-        if y.numel() != width:
-            raise UserError(
-                f"{place_of(number)}: expected {width} {target}, as before, got {y.numel()}"
-            )
-        rows[number] = y.flatten().float()
-        wrong = rows[number].isinf()
-        if target == "labels":
-            wrong = ~(rows[number].isnan() | (rows[number] == 0) | (rows[number] == 1))
-        if wrong.any():
-            expected = "0, 1 or NaN" if target == "labels" else "finite numbers or NaN"
-            value = float(rows[number][wrong][0])
-            raise UserError(f"{place_of(number)}: expected {target} of {expected}, got {value}")
-    return rows
+        rows.append(None if y is None else _targets_of(number, y, target, place_of, sizes))
+        given = rows[-1]
+        if given is not None and given.ndim == 2:
+            if width not in (-1, given.shape[1]):
+                raise UserError(
+                    f"{place_of(number)}: expected {width} {target}, as before, "
+                    f"got {given.shape[1]}"
+                )
+            width = given.shape[1]
+    unknown = torch.tensor(-1) if target == "classes" else torch.full((max(width, 0),), torch.nan)
+    counts = sizes or [1] * len(found)
+    return torch.cat(
+        [
+            unknown.expand(count, *unknown.shape) if y is None else y
+            for y, count in zip(rows, counts, strict=True)
+        ]
+    )
+
+
+def _targets_of(
+    number: int,
+    y: Tensor,
+    target: Target,
+    place_of: Callable[[int], str],
+    sizes: Sequence[int] | None,
+) -> Tensor:
+    """The targets of one graph, one row or one of each node."""
+    where = place_of(number)
+    if sizes is not None:
+        found = node_targets(y, target, sizes[number], where, lambda n: f"{where}: node {n}")
+        return found if found.is_floating_point() else found.long()
+    if target != "classes":
+        return checked_values(y.reshape(1, -1).float(), target, lambda _: where)
+    if y.numel() != 1 or y.is_floating_point():
+        raise UserError(
+            f"{where}: expected y to be one class, an integer, got {y.dtype} "
+            f"{list(y.shape)}; data.target says what it is: classes, labels, numbers"
+        )
+    return y.reshape(1).long()
 
 
 def _fault(graph: Data, first: Data, carried: Sequence[str]) -> str:

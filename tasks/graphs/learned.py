@@ -1,0 +1,173 @@
+"""What is learned, of each node or of each graph alike: a class, several labels or numbers."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from attnkit.lightning import ClassificationModule, UserError
+from attnkit.lightning.modules.classification import ClassWeights, probability_columns
+from attnkit.lightning.modules.values import ValuesModule
+
+
+class LearnsClasses(ClassificationModule):
+    """One class of each node or graph; the other base of a subclass says which: see `OfGraphs`.
+
+    Args:
+        model: what it takes and returns is said by the other base; a module, or its configuration
+            (see `TaskModule`).
+        optimizer, scheduler, finetune: see `TaskModule`.
+        num_classes: at least 2.
+        class_names: for tables; "0", "1", … unless given.
+        in_channels: features of a node; data with others is then refused.
+        class_weights: see `ClassificationModule`.
+    """
+
+    targets: tuple[str, ...] = ("classes",)
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        finetune: Callable[[nn.Module], Any] | Mapping[str, Any] | None = None,
+        *,
+        num_classes: int,
+        class_names: Sequence[str] | None = None,
+        in_channels: int | None = None,
+        class_weights: ClassWeights | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            scheduler,
+            finetune,
+            num_classes=num_classes,
+            class_names=class_names,
+            class_weights=class_weights,
+        )
+        self.in_channels = in_channels
+        self.num_outputs = num_classes
+
+    def loss(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        """What is minimised of a batch in training, logged; 0 of a batch without known classes."""
+        losses = functional.cross_entropy(
+            outputs.float(), truth, self.class_weights, reduction="none"
+        )
+        plain = None
+        if self.class_weights is not None:
+            plain = functional.cross_entropy(outputs.detach().float(), truth, reduction="none")
+        self.log_train_loss(losses, plain)
+        return losses.mean() if len(losses) else losses.sum()
+
+    def columns(self, outputs: Tensor) -> dict[str, list[Any]]:
+        """`label`, the name of the most probable class of each row of logits, its `probability`,
+        and of up to 1,000 classes `p(<class>)`, the probability of each."""
+        probabilities = outputs.float().softmax(dim=1)
+        probability, label = probabilities.max(dim=1)
+        return {
+            "label": [self.class_names[number] for number in label.tolist()],
+            "probability": probability.tolist(),
+            **probability_columns(self.class_names, probabilities),
+        }
+
+    def in_units(self, outputs: Tensor) -> Tensor:
+        """Logits have no units."""
+        return outputs
+
+    def facts(self) -> dict[str, Any]:
+        return {"classes": self.class_names}
+
+    def meaning(self) -> str:
+        """What the outputs of an exported program are."""
+        return "logits of the classes: softmax makes probabilities of them"
+
+
+class LearnsValues(ValuesModule):
+    """Several labels, or numbers, of each node or graph: see `ValuesModule`; the other base of a
+    subclass says which: see `OfGraphs`.
+
+    Args:
+        model: what it takes and returns is said by the other base; a module, or its configuration
+            (see `TaskModule`).
+        optimizer, scheduler, finetune: see `TaskModule`.
+        target: "labels" or "numbers".
+        num_outputs: labels or numbers of a node or graph.
+        class_names: of these, for tables; "0", "1", … unless given.
+        in_channels: features of a node; data with others is then refused.
+    """
+
+    level: str
+    first_columns: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        optimizer: Callable[..., Optimizer] | Mapping[str, Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | Mapping[str, Any] | None = None,
+        finetune: Callable[[nn.Module], Any] | Mapping[str, Any] | None = None,
+        *,
+        target: Literal["labels", "numbers"],
+        num_outputs: int,
+        class_names: Sequence[str] | None = None,
+        in_channels: int | None = None,
+    ) -> None:
+        if str(target) == "classes":  # what data are unless they are told
+            raise UserError(
+                f"data.target: expected labels or numbers, which {type(self).__name__} learns, got "
+                f"classes; level={self.level} learns classes"
+            )
+        super().__init__(
+            model,
+            optimizer,
+            scheduler,
+            finetune,
+            target=target,
+            num_outputs=num_outputs,
+            class_names=class_names,
+        )
+        self.in_channels = in_channels
+        self.targets = (target,)
+        first = self.first_columns if target == "numbers" else ()
+        counts = Counter([*self.class_names, *first])
+        if twice := [name for name, times in counts.items() if times > 1]:
+            raise ValueError(
+                f"class_names: expected names that differ, also from the columns "
+                f"{' and '.join(self.first_columns)} of predictions.csv, got {twice[0]!r}; rename "
+                "it in the data"
+            )
+
+    def loss(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        """What is minimised of a batch in training, logged; 0 of a batch without known values."""
+        losses = self.losses(outputs, truth)
+        self.log_train_loss(losses)
+        return losses.sum() / max(1, losses.numel())
+
+    def columns(self, outputs: Tensor) -> dict[str, list[Any]]:
+        """`p(<label>)`, the probability of each label, or, of more than 1,000 labels, `labels`,
+        those above 0.5 with their probability; or each number by its name."""
+        outputs = outputs.float()
+        if self.target == "labels":
+            rows, names = outputs.sigmoid().cpu(), self.class_names
+            likely = ((row > 0.5).nonzero().flatten().tolist() for row in rows)
+            return probability_columns(names, rows) or {
+                "labels": [
+                    [(names[place], float(row[place])) for place in places]
+                    for row, places in zip(rows, likely, strict=True)
+                ]
+            }
+        return dict(zip(self.class_names, outputs.T.tolist(), strict=True))
+
+    def facts(self) -> dict[str, Any]:
+        return {self.target: self.class_names}
+
+    def meaning(self) -> str:
+        """What the outputs of an exported program are."""
+        if self.target == "labels":
+            return "logits of the labels: the logistic function makes probabilities of them"
+        return "numbers, in the units of the data"

@@ -1,0 +1,237 @@
+"""The LightningModules of nodes: a class, several labels or numbers of each."""
+
+import inspect
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch_geometric.data import Data
+from torchmetrics import Metric
+from torchmetrics.classification import BinaryAUROC
+
+from attnkit.core.masks.remembered import remembered_edges
+from attnkit.lightning import UserError
+from attnkit.lightning.export.program import Program
+from attnkit.lightning.protocols import Explained
+from attnkit.tasks.graphs.checks import has_target
+from attnkit.tasks.graphs.layerwise import layerwise
+from attnkit.tasks.graphs.learned import LearnsClasses, LearnsValues
+from attnkit.tasks.graphs.module import OfGraphs, beside, num_layers
+from attnkit.tasks.graphs.nodes.parts import GraphPart, sampled_field
+
+
+class Nodes(OfGraphs):
+    """What all modules of nodes do, whatever is learned of a node.
+
+    A batch is a `torch_geometric.data.Data` with x, edge_index and y. The loss and the metrics of a
+    stage are of the nodes in its `train_mask`, `val_mask` or `test_mask`; of a sampled sub-graph
+    (one with a `batch_size`, as PyG's `NeighborLoader` and our `NeighborBatches` give), of its
+    first `batch_size` nodes; of a batch of many graphs (`GraphsDataModule`), of all whose y is
+    known. What the edges of the data carry, `edge_attr` [edges, channels] and `edge_weight`
+    [edges], goes to a model that takes it, by these names, and of what it does not take a line says
+    so. Nothing is computed but what the outputs of a stage's nodes depend on
+    (`attnkit.layers.ReceptiveField`), where the model says in `num_hops` how far that is.
+    """
+
+    level = "node"
+    first_columns: tuple[str, ...] = ("graph", "node", "name")
+    in_units: Callable[[Tensor], Tensor]
+
+    @cached_property
+    def _parts(self) -> dict[str, GraphPart]:
+        return {}
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data = getattr(self.trainer, "datamodule", None)
+        self._check_positions(data)
+        depth, sampled = num_layers(self.model), getattr(data, "num_neighbors", ())
+        if stage == "fit" and getattr(data, "batch_size", None) and 0 < len(sampled) < depth:
+            rank_zero_warn(
+                f"data.num_neighbors={list(sampled)}: training sees {len(sampled)} hops, but "
+                f"{type(self.model).__name__} has {depth} layers; expected {depth} numbers"
+            )
+
+    def _check_positions(self, data: Any) -> None:
+        """UserError if the model reads other positions than there are."""
+        if not hasattr(data, "positions"):
+            return
+        kind = data.positions
+        given = None if kind is None else data.position_dim
+        read = getattr(self.model, "position_dim", None)
+        if given == read:
+            return
+        if given is None:
+            raise UserError(
+                f"data.positions: expected laplacian or random_walk with "
+                f"data.position_dim={read}, which the model reads, got null"
+            )
+        reads = "reads none; model=graph_transformer does" if read is None else f"reads {read}"
+        raise UserError(
+            f"data.positions={kind} has {given} channels (data.position_dim), "
+            f"and {type(self.model).__name__} {reads}"
+        )
+
+    def logits(self, batch: Data) -> Tensor:
+        """The outputs for all nodes of a batch, [nodes, num_outputs]: logits, or numbers in the
+        units of the data. If the model takes `attnkit.Edges` and the batch is the whole graph, its
+        edges are sorted only once. A batch of `Layers` reads all neighbours, layer by layer."""
+        if "whole" in batch:
+            hops: Any = self.model.hops
+            whole = batch.whole
+            edge_attr = beside(self.model, whole.data).get("edge_attr")
+            return self.in_units(
+                layerwise(hops, whole.data.x, whole.neighbors, batch.n_id, edge_attr=edge_attr)
+            )
+        edge_index = batch.edge_index
+        given = beside(self.model, batch)
+        if "batch" in batch and "batch" in inspect.signature(self.model.forward).parameters:
+            given["batch"] = batch.batch  # so that global attention stays in each graph
+        if not getattr(self.model, "takes_edges", False):
+            return self(batch.x, edge_index, **given)
+        # here and not in the model, which may be compiled
+        edges = remembered_edges(edge_index, batch.num_nodes, batch.num_nodes)
+        return self(batch.x, edges, **given)
+
+    @torch.no_grad()
+    def classify(self, batch: Data) -> dict[str, list[Any]]:
+        """What is said of the nodes of a graph, or of a sampled sub-graph's seeds.
+
+        Returns:
+            `node`, the number of each; of a batch of many graphs `graph` before it, and the number
+            is that in its graph; and behind it the columns of what is learned: of a class `label`,
+            `probability` and of up to 1,000 classes `p(<class>)`; of labels `p(<label>)`; or each
+            number by its name.
+        """
+        outputs = self.logits(batch)
+        seeds = slice(batch.batch_size if "batch_size" in batch else None)
+        nodes = batch.n_id if "n_id" in batch else torch.arange(len(outputs))
+        found = {"node": nodes[seeds].tolist()}
+        if "number" in batch:
+            numbers = torch.arange(len(outputs), device=batch.ptr.device) - batch.ptr[batch.batch]
+            found = {"graph": batch.number[batch.batch].tolist(), "node": numbers.tolist()}
+        return {**found, **self.columns(outputs[seeds])}
+
+    def programs(self) -> dict[str, Program]:
+        """`model`: features and edges of a graph of any size to the outputs of its nodes; none
+        where the model reads positions or edge features."""
+        return self.program("logits" if "classes" in self.targets else "outputs", "nodes")
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        return self.loss(*self._of_stage("train", batch))
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self.evaluate("val", *self._of_stage("val", batch))
+
+    def test_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
+        """Of the nodes that count `node` (the number), `label` and what is `predicted`."""
+        outputs, truth = self._of_stage("test", batch)
+        self.evaluate("test", outputs, truth)
+        if "batch_size" in batch:
+            nodes = batch.n_id[: batch.batch_size]
+        else:
+            nodes = _counted("test", batch).nonzero().flatten()
+        predicted = outputs.argmax(dim=1) if "classes" in self.targets else outputs
+        return {"node": nodes, "label": truth, "predicted": predicted}
+
+    def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
+        """What `classify` says of a batch, and behind the number of each node, or of its graph, its
+        `name`, if the data module has `node_names`, or `graph_names`."""
+        found = self.classify(batch)
+        first = next(iter(found))
+        names = getattr(getattr(self.trainer, "datamodule", None), f"{first}_names", None)
+        if not names:
+            return found
+        numbers = found.pop(first)
+        return {first: numbers, "name": [names[number] for number in numbers], **found}
+
+    def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
+        """Outputs and truth of the nodes that count."""
+        num_hops: Any = getattr(self.model, "num_hops", None)
+        if "batch_size" in batch:
+            seeds = slice(batch.batch_size)
+            field = sampled_field(batch, num_hops)
+            if field is None:
+                return self.logits(batch)[seeds], batch.y[seeds]
+            return self(batch.x, field, **beside(self.model, batch)), batch.y[seeds]
+        mask = _counted(stage, batch)
+        if num_hops is None or "number" in batch:
+            return self.logits(batch)[mask], batch.y[mask]
+        part = self._parts.get(stage)
+        if part is None or not part.is_of(batch):
+            part = self._parts[stage] = GraphPart.of(batch, mask, num_hops)
+        if part.field is None:
+            return self.logits(batch)[mask], part.labels
+        given = beside(self.model, batch)
+        if "positions" in given:
+            given["positions"] = given["positions"][part.field.nodes]
+        return self(part.x, part.field, **given), part.labels
+
+
+def _counted(stage: str, batch: Data) -> Tensor:
+    """Which nodes of whole graphs count, bool [nodes]."""
+    return has_target(batch.y) if "number" in batch else batch[f"{stage}_mask"]
+
+
+class NodeClassification(LearnsClasses, Nodes):
+    """One label per node: cross-entropy, accuracy, of two classes ROC-AUC, scores per class.
+
+    `Nodes` says what a batch is, and which of its nodes count. Logged, tested and shown is what
+    `ClassificationModule` says, and of two classes `val/auroc` and `test/auroc`, the exact area
+    under the ROC curve of the second one's probability.
+
+    Args:
+        model: (x [nodes, in_channels], edge_index [2, edges]) to logits [nodes, num_classes]; may
+            take `edge_attr`, `edge_weight`, and `batch`, the graph of each node in a batch of
+            graphs; a module, or its configuration (see `TaskModule`).
+        optimizer, scheduler, finetune: see `TaskModule`.
+        num_classes: at least 2.
+        class_names: for tables; "0", "1", … unless given.
+        in_channels: features of a node; data with others is then refused.
+        class_weights: see `ClassificationModule`.
+    """
+
+    def metrics(self) -> dict[str, Metric]:
+        metrics = super().metrics()
+        if self.num_classes == 2:
+            metrics["auroc"] = _BinaryAUROC(validate_args=False)
+        return metrics
+
+    def explained(self, batch: Data) -> Explained:
+        """What `attnkit.explain` is given of a graph: the model, features and edges.
+
+        Raises:
+            UserError: a sampled sub-graph.
+        """
+        if "batch_size" in batch:
+            raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
+        if read := ", ".join(beside(self.model, batch)):
+            raise UserError(f"run=explain: a model that reads {read} is not explained")
+        return Explained(
+            self.model, (batch.x, batch.edge_index), class_names=self.class_names, truth=batch.y
+        )
+
+
+class NodeValues(LearnsValues, Nodes):
+    """Several labels, or numbers, of each node: see `ValuesModule`.
+
+    `Nodes` says what a batch is, and which of its nodes count.
+
+    Args:
+        model: as of `NodeClassification`, to [nodes, num_outputs].
+        optimizer, scheduler, finetune: see `TaskModule`.
+        target: "labels" or "numbers".
+        num_outputs: labels or numbers of a node.
+        class_names: of these, for tables; "0", "1", … unless given.
+        in_channels: features of a node; data with others is then refused.
+    """
+
+
+class _BinaryAUROC(BinaryAUROC):
+    """Of logits [samples, 2], so that it is updated as all other metrics are."""
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        super().update(logits.softmax(dim=1)[:, 1], labels)
