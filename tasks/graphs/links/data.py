@@ -69,7 +69,8 @@ class Links:
         """ValueError if a data module has settings that are for its nodes."""
         if data.batch_size is None:
             raise ValueError("batch_size: with links: expected the edges of a step, got None")
-        only = {"split": 0, "positions": None, "evaluation": None, "sampler": "attnkit"}
+        only = {"target": "classes", "split": 0, "positions": None, "num_neighbors": [10, 10]}
+        only |= {"evaluation": None, "sampler": "attnkit"}
         for name, value in only.items():
             if getattr(data, name) != value:
                 raise ValueError(
