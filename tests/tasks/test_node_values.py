@@ -21,6 +21,7 @@ from attnkit.tasks.graphs import (
     GraphFilesData,
     GraphsDataModule,
     NodeClassification,
+    NodePredictions,
     NodeValues,
     OGBFilesData,
     PlanetoidData,
@@ -202,6 +203,18 @@ def test_nodes_of_other_graphs_are_tested(tmp_path, target):
     places = [(g, n) for g, graph in enumerate(graphs) for n in range(graph.num_nodes)]
     assert list(zip(rows["graph"], rows["node"], strict=True)) == places
     assert "nodes" in data.summary()[0] or target == "classes"
+
+
+def test_attention_of_many_graphs_is_refused(tmp_path):
+    data = Made(some_graphs("labels"), target="labels")
+    looks = NodePredictions(tmp_path, attention=True)
+    with pytest.raises(UserError, match=r"predict\.attention: expected one graph"):
+        quiet(tmp_path, callbacks=[looks]).predict(module_of(data, "labels"), datamodule=data)
+
+
+def test_a_number_that_is_called_as_a_column_is_refused():
+    with pytest.raises(ValueError, match=r"columns graph and node and name of .* got 'node'"):
+        module_of(None, "numbers", class_names=["a", "node", "b"])
 
 
 def test_ppi_as_pyg_reads_it(graph_files, tmp_path):
@@ -420,7 +433,8 @@ def test_trains_and_predicts_a_new_graph(graph_files, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_digits_are_learned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run("task=graph", "level=node_values", "trainer=cpu", "run_dir=made", "seed=1")
+    run("task=graph", "level=node_values", "trainer=cpu", "run_dir=made", "seed=1",
+        "optimizer.lr=0.02", "trainer.max_epochs=100")  # fmt: skip
     found = json.loads((tmp_path / "made/results.json").read_text())
     data = DigitsGraphData(target="numbers", seed=1)
     data.setup()
