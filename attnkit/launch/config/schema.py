@@ -138,6 +138,13 @@ BROUGHT: dict[str, dict[str, str]] = {
     },
 }
 
+# Callbacks of earlier versions, and what leaves out what they wrote.
+FORMER = {
+    "cost": "expected callbacks.steps.cost=false",
+    "throughput": "expected callbacks.steps.throughput=false",
+    "results": "every run writes results.json",
+}
+
 # Arguments of lightning.Trainer that have a place of their own.
 ELSEWHERE = {
     "logger": "logger.<name>",

@@ -74,7 +74,9 @@ def _check_switched_off(key: str, name: str, origins: Origins) -> None:
         names.update(yaml.safe_load(file.read_text()).get(key) or ())
     names.discard("defaults")  # Hydra's
     if name not in names:
-        raise _problem(origins, at, f"nothing to switch off{nearest(name, names)}")
+        former = schema.FORMER.get(name) if key == "callbacks" else None
+        hint = f"; {former}" if former else nearest(name, names)
+        raise _problem(origins, at, f"nothing to switch off{hint}")
 
 
 def _settle_modes(config: dict[str, Any], origins: Origins) -> None:

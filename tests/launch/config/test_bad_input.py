@@ -39,7 +39,7 @@ SHIPPED = [
     ("callbacks.kernel.verbose=true", "callbacks.kernel: expected a mapping with _target_"),
     ("callbacks.kernel.verbose=true", "did you mean kernels?"),
     ("callbacks.progres=null", "callbacks.progres: nothing to switch off; did you mean progress?"),
-    ("callbacks.cost=null", "callbacks.cost: nothing to switch off"),
+    ("callbacks.cost=null", "cost: nothing to switch off; expected callbacks.steps.cost=false"),
     ("callbacks.steps=false", "expected a mapping with _target_, got False (bool); null leaves"),
     ("callbacks.defaults=null", "callbacks.defaults: nothing to switch off"),
     ("callbacks.last.every_seconds=9", "only callbacks.checkpoint.every_seconds is set"),
