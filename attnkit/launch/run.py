@@ -297,7 +297,8 @@ class Run:
 
         Args:
             num_images: how many images at most, from each class in turn.
-            graph: of many graphs the number of the one to explain; None: the first test graph.
+            graph: of many graphs the number of the one to explain; None: the first of the
+                test data's first class.
             options: of `attnkit.explain`.
 
         Raises:

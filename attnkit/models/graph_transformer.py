@@ -189,8 +189,7 @@ class GraphTransformer(GraphModel):
                 "nodes, expected no receptive field"
             )
         hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.blocks), self.edge_dim)
-        if lengths is None:
-            lengths = torch.tensor([x.shape[0]], device=x.device)
+        of_all = torch.tensor([x.shape[0]], device=x.device) if lengths is None else lengths
         x = self.embed(x)
         if positions is not None and self.position_embed is not None:
             if self.random_signs and self.training:
@@ -200,10 +199,10 @@ class GraphTransformer(GraphModel):
         x = self.dropout(x)
         num_nodes = x.shape[0]
         if self.joins:
-            hops = [self._join(*hops[0], lengths.to(x.device), x.dtype)] * len(hops)
+            hops = [self._join(*hops[0], of_all.to(x.device), x.dtype)] * len(hops)
         if self.num_virtual_nodes:
-            x = torch.cat([x, self.virtual_nodes.repeat_interleave(len(lengths), dim=0)])
-        mask = Packed(lengths) if len(lengths) > 1 else None
+            x = torch.cat([x, self.virtual_nodes.repeat_interleave(len(of_all), dim=0)])
+        mask = Packed(of_all) if len(of_all) > 1 else None
         for block, (edges, features) in zip(self.blocks, hops, strict=True):
             x = block(x, edges, features, mask=mask)
         x = self.norm(x[:num_nodes] if self.num_virtual_nodes else x)

@@ -47,6 +47,8 @@ class PlainPool(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         if lengths is None:
+            if not x.shape[0]:
+                return x.new_zeros(1, x.shape[1])
             return getattr(x, self.reduce)(dim=0, keepdim=True)
         index = torch.repeat_interleave(lengths, output_size=x.shape[0]).to(x.device)
         empty = x.new_zeros(len(lengths), x.shape[1])
@@ -157,11 +159,14 @@ def graph_lengths(
     """How many nodes each graph has, from PyG's `batch` [nodes], the graph of each node.
 
     Raises:
+        TypeError: no integers.
         ValueError: the nodes are not in the order of their graphs, or not `num_nodes`, or are of
             more than `num_graphs`.
     """
     if num_nodes is not None and list(batch.shape) != [num_nodes]:
         raise ValueError(f"batch: expected [{num_nodes} nodes], as x has, got {list(batch.shape)}")
+    if batch.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"batch: expected integers [nodes], got {batch.dtype}")
     if len(batch) > 1 and not bool((batch[1:] >= batch[:-1]).all()):
         raise ValueError("batch: expected nodes in the order of their graphs")
     lengths = torch.bincount(batch, minlength=num_graphs or 0)

@@ -132,6 +132,8 @@ class GraphDataModule(SplitData):
         self.seed = seed
         self.links = links
         self.level = "node" if links is None else "link"
+        if not isinstance(links, Links | None):
+            raise ValueError(f"links: expected Links, got {type(links).__name__}")
         if links is not None:
             links.check(self)
         self.predicts = False
@@ -210,10 +212,15 @@ class GraphDataModule(SplitData):
             )
 
     def _loaded(self) -> Data:
-        """The graph as it is checked."""
+        """The graph as it is checked; with links without labels and splits of its nodes."""
         options: dict[str, Any] = {"predicts": self.predicts}
         options["label_of"] = lambda node: f"{self.label_of(node)}: node {node}"
-        return checked(self.load(), self.target, **options)
+        data = self.load()
+        if self.links is not None and isinstance(data, Data):
+            self.links.check_splits(self)
+            unread = {"y", *(f"{split}_mask" for split in SPLITS)}
+            data = Data.from_dict({k: v for k, v in data.to_dict().items() if k not in unread})
+        return checked(data, self.target, **options)
 
     def place_of(self, node: int) -> str:
         """Where the features of a node are, for a message."""

@@ -49,6 +49,7 @@ class OfGraphs(TaskModule):
                 f"data.target={target}: {type(self).__name__} learns {' or '.join(self.targets)}; "
                 f"level={self.level}{'' if target == 'classes' else '_values'} learns {target}"
             )
+        check_readout(self.model, self.level)
         for name in ("graph", "graphs"):
             if hasattr(graphs := getattr(data, name, None), "edge_index"):
                 check_edges(self.model, graphs)
@@ -77,6 +78,13 @@ class OfGraphs(TaskModule):
                 },
             )
         }
+
+
+def check_readout(model: nn.Module, *expected: str) -> None:
+    """UserError if the model reads out something else."""
+    readout = getattr(model, "readout", expected[0])
+    if readout not in expected:
+        raise UserError(f"model.readout: expected {' or '.join(expected)}, got {readout}")
 
 
 def check_edges(model: nn.Module, graph: Any) -> None:

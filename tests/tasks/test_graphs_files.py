@@ -69,9 +69,10 @@ def test_graphs_by_name_and_values_with_a_header(graph_files, tmp_path):
     assert data.sets["test"].numbers.tolist() == [1, 3]
     wanted = torch.tensor([[1.5, 3], [torch.nan, 2], [2, torch.nan], [4, 1], [5, 1], [6, 7]])
     torch.testing.assert_close(data.graphs.y, wanted, equal_nan=True)
-    root = written(graph_files, tmp_path / "one", labels="1\n\n3\n4\n5\n6\n")
+    root = written(graph_files, tmp_path / "one", labels="1\n\n3\n4\n5\n6e23\n")
     found = torch.cat([graph.y for graph in GraphsFilesData(root, target="numbers").load()])
-    assert found.isnan().flatten().tolist() == [False, True, False, False, False, False]
+    wanted = torch.tensor([1, torch.nan, 3, 4, 5, 6e23])
+    torch.testing.assert_close(found.flatten(), wanted, equal_nan=True)
 
 
 def test_labels_are_truths_or_0_and_1(graph_files, tmp_path):
@@ -156,6 +157,8 @@ BAD = {
                         "labels.csv: expected 6 labels, one per graph, got 3"),
     "numbers of more": ({"labels": rows(["1.5,2"] * 8)} | NUMBERS,
                         "labels.csv: expected 6 rows of numbers, one per graph, got .8, 2."),
+    "a header, or an empty line": ({"labels": "label\na\nb\n\nb\na\nb\n"},
+                                   "labels.csv, line 4: is empty, which may be a row without a"),
     "a class below": ({"labels": rows([0, 1, -4, 0, 0, 0])},
                       "labels.csv, line 3: graph 2 is of class -4"),
     "between two graphs": ({"edges": "1,2\n0,1\n2,3\n1,2\n", "edge_weight": None},

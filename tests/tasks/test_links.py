@@ -223,6 +223,11 @@ def test_ranks_are_those_by_hand():
         torch.testing.assert_close(parts[0].compute(), torch.tensor(expected))
 
 
+class Two(nn.Linear):
+    def forward(self, x, edge_index):
+        return super().forward(x), None
+
+
 class Given(nn.Module):
     """Embeddings that were given, whatever the graph is."""
 
@@ -385,11 +390,32 @@ FEW = Data(x=torch.ones(9, 5), edge_index=to_undirected(torch.tensor([[0, 1, 2],
         (lambda: ready(batch_size=40).loader("train"),
          r"data.batch_size: expected at most 2\d, half of the \d+ edges to train on: .* got 40"),
         (lambda: LinkPrediction(model(), hits_at=[0]), "hits_at: expected at least 1, got 0"),
+        (lambda: LinkPrediction(model(), hits_at=10), r"hits_at: expected a list of ranks .* 10"),
+        (lambda: Made(links={"top_k": 1}), "links: expected Links, got dict"),
+        (lambda: DigitsGraphData(links=Links(), batch_size=9, num_val=300).setup(),
+         "data.num_val: it is for the nodes .* expected 500, got 300"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_named(make, message):
     with pytest.raises((UserError, ValueError), match=message):
         make()
+
+
+def test_both_directions_of_an_edge_are_held_out_whatever_they_carry():
+    graph = a_graph()
+    weights = torch.rand(NODES, NODES)
+    graph.edge_weight = weights[tuple(graph.edge_index)]
+    data = ready(graph)
+    assert not data.describe()["directed"]
+    for split in ("train", "val", "test"):
+        for batch in batches(data, split):
+            assert not numbers(batch.pairs) & numbers(batch.edge_index)
+            torch.testing.assert_close(batch.edge_weight, weights[tuple(batch.edge_index)])
+
+
+def test_labels_of_the_nodes_are_not_read():
+    graph = a_graph(y=torch.rand(NODES, 3), train_mask=[1, 2])
+    assert len(batches(ready(graph), "val")) == 1
 
 
 @pytest.mark.parametrize(
@@ -403,6 +429,13 @@ def test_bad_settings_are_named(make, message):
          r"expected an even number of channels, \[23, 6\], got \[23, 7\]"),
         (lambda: LinkPrediction(attnkit.GraphTransformer(5, 6, 2, heads=3, readout="edge")), Made,
          r"expected one logit for each pair, \[24, 1\], got \[24, 2\]"),
+        (lambda: LinkPrediction(Two(5, 5)), Made, "expected a row for each node, got tuple"),
+        (lambda: LinkPrediction(model(readout="graph")), Made,
+         "model.readout: expected node or edge, got graph"),
+        (lambda: NodeClassification(model(readout="graph"), num_classes=8), DigitsGraphData,
+         "model.readout: expected node, got graph"),
+        (lambda: LinkPrediction(attnkit.GraphTransformer(5, 6, 2, heads=3, position_dim=4)), Made,
+         "model.position_dim: links have no positions: expected null, got 4"),
         (lambda: LinkPrediction(Given(torch.ones(3, 4))), Made,
          r"expected a row for each node, \[23, 4\], got \[3, 4\]"),
     ],

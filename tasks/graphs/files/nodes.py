@@ -143,11 +143,13 @@ def read_values(
     """
     words = part.words(count)
     words = words[:, None] if words.ndim == 1 else words
-    if len(words) != count or words.ndim != 2:
+    if len(words) != count or words.ndim != 2 or not words.shape[1]:
         raise UserError(
             f"{part.where}: expected {count} rows of {target}, one per {part.item}, "
             f"got {list(words.shape)}"
         )
+    if words.dtype.kind not in "iufbU":
+        raise UserError(f"{part.where}: expected {target}, numbers, got {words.dtype}")
     if words.dtype.kind == "U":
         lower = np.char.lower(words)
         words = np.where(lower == "true", "1", np.where(lower == "false", "0", words))

@@ -200,7 +200,8 @@ def numbers_of(words: np.ndarray) -> np.ndarray:
         found = np.where(words == "", "nan", words).astype(np.float64)
     except ValueError:
         return words
-    return found.astype(np.int64) if are_whole(found).all() else found
+    fits = are_whole(found).all() and (not found.size or np.abs(found).max() < 2**63)
+    return found.astype(np.int64) if fits else found
 
 
 def are_whole(numbers: np.ndarray) -> np.ndarray:

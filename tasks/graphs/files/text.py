@@ -98,6 +98,13 @@ class Text(Part):
         has_comments = bool(rows) and rows[0][1] > 1  # or a label that looks like one
         if len(held) not in sizes and len(rows) in sizes and not has_comments:
             held = rows  # an empty line is a node, too
+        empty = next((line for text, line in rows if not text.strip()), 0)
+        is_last = not rows or rows[-1][1] <= empty
+        if len(held) == count and len(rows) == count + 1 and empty and not is_last:
+            raise UserError(
+                f"{self.path}, line {empty}: is empty, which may be a row without a value below a "
+                "header, or no row; write nan, or leave it out"
+            )
         last = _fields(held[-1][0], form.delimiter) if held else []
         is_line = form.delimiter is None or (".txt" in self.path.name and not form.has_index)
         if is_line and not (len(last) > 1 and all(map(_is_value, last))):

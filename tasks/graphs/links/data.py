@@ -1,5 +1,6 @@
 """Edges of a graph that are held out, and the pairs of nodes that they are told from."""
 
+import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,9 @@ from attnkit.tasks.graphs.checks import CARRIED, SPLITS
 from attnkit.tasks.graphs.links.absent import AbsentPairs
 from attnkit.tasks.graphs.neighbors import generator_of
 from attnkit.tasks.summary import split_line
+
+SPLITTING = ("val_fraction", "test_fraction", "split_name", "num_train_per_class")
+SPLITTING += ("num_val", "num_test")
 
 
 class Links:
@@ -71,12 +75,22 @@ class Links:
             raise ValueError("batch_size: with links: expected the edges of a step, got None")
         only = {"target": "classes", "split": 0, "positions": None, "num_neighbors": [10, 10]}
         only |= {"evaluation": None, "sampler": "attnkit"}
-        for name, value in only.items():
-            if getattr(data, name) != value:
-                raise ValueError(
-                    f"{name}: it is for the nodes of a graph, with links expected {value}, got "
-                    f"{getattr(data, name)}"
-                )
+        _refuse_others(data, only, "")
+
+    def check_splits(self, data: Any) -> None:
+        """UserError if a data module has settings of how its nodes are split."""
+        given = inspect.signature(type(data).__init__).parameters
+        only = {name: given[name].default for name in SPLITTING if name in given}
+        _refuse_others(data, only, "data.")
+
+
+def _refuse_others(data: Any, only: dict[str, Any], prefix: str) -> None:
+    for name, value in only.items():
+        if getattr(data, name, value) != value:
+            raise UserError(
+                f"{prefix}{name}: it is for the nodes of a graph, with links expected {value}, got "
+                f"{getattr(data, name)}"
+            )
 
 
 class LinkSets:
@@ -98,8 +112,8 @@ class LinkSets:
         self.num_nodes = len(self.x)
         self.known = _once(graph, self.num_nodes)
         edge_index: Any = self.known.edge_index
-        carried = [self.known[name] for name in CARRIED if name in self.known]
-        self.directed = not is_undirected(edge_index, carried or None, self.num_nodes)
+        # whatever its directions carry: where one is held out, the other must not say so
+        self.directed = not is_undirected(edge_index, num_nodes=self.num_nodes)
         self.absent = AbsentPairs(edge_index, self.num_nodes)
         if not len(self.absent):
             raise UserError(
@@ -127,7 +141,16 @@ class LinkSets:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return dict(zip(SPLITS, split(self.known), strict=True))
+            splits = dict(zip(SPLITS, split(self.known), strict=True))
+        numbers = self._numbers(self.known.edge_index)
+        for part in splits.values():  # each direction with what it carries
+            places = torch.searchsorted(numbers, self._numbers(part.edge_index))
+            part.update({name: self.known[name][places] for name in CARRIED if name in self.known})
+        return splits
+
+    def _numbers(self, edge_index: Any) -> Tensor:
+        """A number of each edge, ordered as the known edges are."""
+        return edge_index[0] * self.num_nodes + edge_index[1]
 
     def items(self, split: str, batch_size: int) -> "LinkItems":
         """What the loader of a split reads; of "predict" the nodes.

@@ -15,7 +15,7 @@ from attnkit.core.arguments import at_least
 from attnkit.lightning import UserError
 from attnkit.lightning.modules.values import ValuesModule
 from attnkit.tasks.graphs.links.absent import present_from
-from attnkit.tasks.graphs.module import beside, check_channels, check_edges
+from attnkit.tasks.graphs.module import beside, check_channels, check_edges, check_readout
 
 PAIRS = 2**18  # scored at a time
 ALL = 2**31  # the places that MRR looks at
@@ -60,6 +60,8 @@ class LinkPrediction(ValuesModule):
         in_channels: int | None = None,
     ) -> None:
         super().__init__(model, optimizer, scheduler, finetune, target="labels", num_outputs=1)
+        if not isinstance(hits_at, Sequence) or not all(isinstance(k, int) for k in hits_at):
+            raise ValueError(f"hits_at: expected a list of ranks such as [1, 3], got {hits_at}")
         for number in hits_at:
             at_least(1, hits_at=number)
         for name in ("target", "num_outputs", "class_names"):
@@ -76,6 +78,11 @@ class LinkPrediction(ValuesModule):
         super().setup(stage)
         data = getattr(self.trainer, "datamodule", None)
         check_channels(self, data)
+        check_readout(self.model, "node", "edge")
+        if read := getattr(self.model, "position_dim", None):
+            raise UserError(
+                f"model.position_dim: links have no positions: expected null, got {read}"
+            )
         if (graph := getattr(data, "graph", None)) is not None:
             check_edges(self.model, graph)
 
@@ -98,7 +105,8 @@ class LinkPrediction(ValuesModule):
 
             return lambda pairs: of_pairs(pairs) + self.bias
         nodes = self(batch.x, batch.edge_index, **given)
-        self._check(nodes, [len(batch.x), nodes.shape[-1]], "a row for each node")
+        width = nodes.shape[-1] if isinstance(nodes, Tensor) and nodes.ndim == 2 else 1
+        self._check(nodes, [len(batch.x), width], "a row for each node")
         sources, targets = (nodes, nodes)
         if self.directed:
             self._check(nodes, [len(nodes), nodes.shape[1] // 2 * 2], "an even number of channels")
@@ -114,7 +122,9 @@ class LinkPrediction(ValuesModule):
 
         return lambda pairs: of_nodes(pairs) + self.bias
 
-    def _check(self, found: Tensor, shape: list[int], what: str) -> None:
+    def _check(self, found: Any, shape: list[int], what: str) -> None:
+        if not isinstance(found, Tensor):
+            raise UserError(f"model: expected {what}, got {type(found).__name__}")
         if list(found.shape) != shape:
             raise UserError(f"model: expected {what}, {shape}, got {list(found.shape)}")
 

@@ -208,6 +208,8 @@ class NodeClassification(LearnsClasses, Nodes):
         """
         if "batch_size" in batch:
             raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
+        if "number" in batch:
+            raise UserError("run=explain: the nodes of many graphs are not explained, those of one")
         if read := ", ".join(beside(self.model, batch)):
             raise UserError(f"run=explain: a model that reads {read} is not explained")
         return Explained(

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Any, Literal, get_args
 
 import torch
@@ -176,6 +177,11 @@ class GraphsDataModule(SplitData):
                 )
             if len(unknown := part[~known[part]]):
                 raise UserError(f"{self.place_of(int(unknown[0]))}: it is of {name}, has no {what}")
+        for one, other in combinations(splits, 2):
+            if len(both := splits[one][torch.isin(splits[one], splits[other])]):
+                rank_zero_warn(
+                    f"data: {one} and {other} share graphs ({len(both):,}, such as {int(both[0])})"
+                )
         y = graphs.targets(splits["train"])
         if self.target == "classes":
             later = torch.cat([graphs.targets(splits[name]) for name in ("val", "test")])
@@ -244,11 +250,15 @@ class GraphsDataModule(SplitData):
     def __str__(self) -> str:
         if self._graphs is None:
             return f"{type(self).__name__} (not set up)"
+        found = (
+            f"{type(self).__name__}: {len(self.graphs):,} graphs, {len(self.graphs.x):,} nodes, "
+            f"{self.in_channels:,} features"
+        )
+        if self.predicts:  # without targets and splits
+            return found
         counts = " / ".join(f"{len(items):,}" for items in self.sets.values())
         return (
-            f"{type(self).__name__}: {len(self.graphs):,} graphs, {len(self.graphs.x):,} nodes, "
-            f"{self.in_channels:,} features, {self.num_outputs} {self.target}; "
-            f"{counts} graphs to train, validate, test"
+            f"{found}, {self.num_outputs} {self.target}; {counts} graphs to train, validate, test"
         )
 
     def to_explain(self, count: int, numbers: Sequence[int] | None = None) -> tuple[Data, str]:
