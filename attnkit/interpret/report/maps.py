@@ -185,8 +185,9 @@ def _shown(explained: Explained, found: Sequence[Judged]) -> list[_Maps]:
         [first.map, *(other.map for other in beside.values())], is_signed=first.is_signed
     )
     shown = [maps(found[0].method, first, both)]
-    for method, seen, _, _ in found[1:]:
-        shown.append(maps(method, seen, scale_of([seen.map], is_signed=seen.is_signed)))
+    for one in found[1:]:
+        scale = scale_of([one.seen.map], is_signed=one.seen.is_signed)
+        shown.append(maps(one.method, one.seen, scale))
     for name, other in beside.items():
         difference = first.map - other.map
         scale = scale_of([difference], is_signed=True)
