@@ -96,7 +96,7 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
                 arrays[f"against_{method}"] = other.map
     if explained.kind == "nodes":
         arrays["edge_index"] = first.edge_index
-    elif explained.kind == "graphs":
+    elif explained.graphs is not None:
         arrays["graphs"] = np.array([*dict.fromkeys(explained.graphs[one.place] for one in found)])
     elif explained.kind == "sentences":
         longest = max(map(len, explained.words), default=0)

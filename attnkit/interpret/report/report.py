@@ -217,7 +217,7 @@ class Report:
         """How often `step` is called."""
         return len(self.methods) * len(self._each(explained)) + 1
 
-    def _each(self, explained: Explained) -> list[tuple[int, str, Any, dict[str, int]]]:
+    def _each(self, explained: Explained) -> list[tuple[int, str, Any, dict[str, Any]]]:
         """What is explained one by one: its place, as of `Judged`, what it is called, and of
         `attnkit.explain` its inputs and its index."""
         inputs = explained.inputs

@@ -157,7 +157,7 @@ def chosen(
     data.prepare_data()
     data.setup("predict" if images else "test")
     choose = getattr(data, "to_explain", None)
-    if choose and data.level == "graph":  # of many
+    if choose and getattr(data, "level", None) == "graph":  # of many
         batch, how = choose(num_images, graphs)
         return batch, [], how
     if not takes_images(run.config["predict"]):  # a graph is one batch

@@ -22,8 +22,10 @@ from attnkit.tasks.graphs.links.absent import AbsentPairs
 from attnkit.tasks.graphs.neighbors import generator_of
 from attnkit.tasks.summary import split_line
 
-SPLITTING = ("val_fraction", "test_fraction", "split_name", "num_train_per_class")
-SPLITTING += ("num_val", "num_test")
+SPLITTING = (
+    *("val_fraction", "test_fraction", "split_name"),
+    *("num_train_per_class", "num_val", "num_test"),
+)
 
 
 class Links:
