@@ -77,7 +77,10 @@ class ExactResume(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, None
         loop: Any = trainer.fit_loop
-        middle = saved is not None and loop.restarted_mid_epoch
+        # an epoch that was saved after its last batch is over for Lightning, which skips its end
+        epochs = loop.epoch_progress.total
+        is_over = loop.restarted_mid_epoch and epochs.processed == epochs.started
+        middle = saved is not None and loop.restarted_mid_epoch and not is_over
         if saved is not None and middle:
             _count_again(trainer, saved["batch_sizes"])
             # Lightning can't know that they are.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from attnkit.lightning import ExactResume, ResumableSampler
@@ -74,6 +75,41 @@ def test_without_it_a_resumed_run_is_another(small_net, digits, make_trainer, tm
 
     assert not torch.equal(*weights(list))
     assert torch.equal(*weights(lambda: [ExactResume()]))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_saved_after_the_last_batch_of_an_epoch(small_net, digits, make_trainer, tmp_path, sampled):
+    """Lightning takes that epoch for one that is over, and skips its end."""
+
+    class Scheduled(small_net):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def loader():
+        sampler = ResumableSampler(digits, 1, 0, seed=3) if sampled else None
+        return DataLoader(digits, 11, shuffle=not sampled, sampler=sampler)
+
+    num_batches = len(loader())
+
+    def fit(**options):
+        torch.manual_seed(0)
+        module = Scheduled()
+        saving = ModelCheckpoint(
+            tmp_path, "{step}", every_n_train_steps=num_batches, save_top_k=-1, monitor=None
+        )
+        trainer = make_trainer(
+            callbacks=[saving, ExactResume()], max_epochs=3, enable_checkpointing=True
+        )
+        trainer.fit(module, loader(), **options)
+        assert trainer.global_step == 3 * num_batches
+        return module.attention.in_proj.weight, trainer.optimizers[0].param_groups[0]["lr"]
+
+    (whole, rate) = fit()
+    checkpoint = tmp_path / f"step={num_batches}.ckpt"
+    (resumed, other_rate) = fit(ckpt_path=checkpoint, weights_only=True)
+    assert torch.equal(whole, resumed)
+    assert rate == other_rate
 
 
 def test_other_checkpoints_and_other_numbers_of_ranks_are_told(
