@@ -77,22 +77,24 @@ class Links:
             raise ValueError("batch_size: with links: expected the edges of a step, got None")
         only = {"target": "classes", "split": 0, "positions": None, "num_neighbors": [10, 10]}
         only |= {"evaluation": None, "sampler": "attnkit"}
-        _refuse_others(data, only, "")
+        if wrong := _other_than(data, only):
+            raise ValueError(wrong)
 
     def check_splits(self, data: Any) -> None:
         """UserError if a data module has settings of how its nodes are split."""
         given = inspect.signature(type(data).__init__).parameters
-        only = {name: given[name].default for name in SPLITTING if name in given}
-        _refuse_others(data, only, "data.")
+        if wrong := _other_than(data, {n: given[n].default for n in SPLITTING if n in given}):
+            raise UserError(f"data.{wrong}")
 
 
-def _refuse_others(data: Any, only: dict[str, Any], prefix: str) -> None:
+def _other_than(data: Any, only: dict[str, Any]) -> str | None:
+    """What is wrong with the first of the settings that has another value."""
     for name, value in only.items():
-        if getattr(data, name, value) != value:
-            raise UserError(
-                f"{prefix}{name}: it is for the nodes of a graph, with links expected {value}, got "
-                f"{getattr(data, name)}"
+        if (given := getattr(data, name)) != value:
+            return (
+                f"{name}: it is for the nodes of a graph, with links expected {value}, got {given}"
             )
+    return None
 
 
 class LinkSets:
