@@ -128,6 +128,19 @@ def test_wrong_arguments_are_named(name, options, given, message):
         make(name, **options)(*graph(), **given)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_one_graph_without_nodes_is_as_in_a_batch(name):
+    nothing = torch.empty(0, IN), torch.empty(2, 0, dtype=torch.long)
+    model = make(name, readout="graph", pool="max").eval()
+    batch = torch.empty(0, dtype=torch.long)
+    torch.testing.assert_close(model(*nothing), model(*nothing, batch=batch, num_graphs=1))
+
+
+def test_the_graph_of_each_node_is_an_integer():
+    with pytest.raises(TypeError, match=r"batch: expected integers \[nodes\], got torch.float32"):
+        make("GAT", readout="graph")(*graph(), batch=torch.zeros(NODES))
+
+
 @pytest.mark.parametrize("name", ["GAT", "GraphTransformer"])
 def test_a_part_of_a_graph_is_for_nodes(name):
     local = {"global_attention": None} if name == "GraphTransformer" else {}

@@ -69,10 +69,12 @@ def test_graphs_by_name_and_values_with_a_header(graph_files, tmp_path):
     assert data.sets["test"].numbers.tolist() == [1, 3]
     wanted = torch.tensor([[1.5, 3], [torch.nan, 2], [2, torch.nan], [4, 1], [5, 1], [6, 7]])
     torch.testing.assert_close(data.graphs.y, wanted, equal_nan=True)
-    root = written(graph_files, tmp_path / "one", labels="1\n\n3\n4\n5\n6e23\n")
-    found = torch.cat([graph.y for graph in GraphsFilesData(root, target="numbers").load()])
-    wanted = torch.tensor([1, torch.nan, 3, 4, 5, 6e23])
-    torch.testing.assert_close(found.flatten(), wanted, equal_nan=True)
+    for second, word in ((torch.nan, ""), (2, "2")):  # whole numbers beyond int64 alone, too
+        labels = f"1\n{word}\n3\n4\n5\n6e23\n"
+        root = written(graph_files, tmp_path / f"one{word}", labels=labels)
+        found = torch.cat([graph.y for graph in GraphsFilesData(root, target="numbers").load()])
+        wanted = torch.tensor([1, second, 3, 4, 5, 6e23])
+        torch.testing.assert_close(found.flatten(), wanted, equal_nan=True)
 
 
 def test_labels_are_truths_or_0_and_1(graph_files, tmp_path):

@@ -97,8 +97,8 @@ def some_graphs(target):
     ]
 
 
-def module_of(data, target, num_outputs=3, **options):
-    model = attnkit.GAT(5, 12, num_outputs, heads=2, num_layers=2)
+def module_of(data, target, num_outputs=3, model=None, **options):
+    model = model or attnkit.GAT(5, 12, num_outputs, heads=2, num_layers=2)
     if target == "classes":
         return NodeClassification(model, num_classes=num_outputs, **options)
     return NodeValues(model, target=target, num_outputs=num_outputs, **options)
@@ -181,7 +181,8 @@ def test_nodes_of_other_graphs_are_tested(tmp_path, target):
         "test": torch.tensor([3, 1, 4]),
     }
     data = Made(graphs, parts, target=target)
-    module = module_of(data, target)
+    model = attnkit.GraphTransformer(5, 12, 3, heads=2)  # whose nodes see all of their own graph
+    module = module_of(data, target, model=model)
     found = quiet(tmp_path).test(module, datamodule=data, verbose=False)[0]
     y = torch.cat([graphs[number].y for number in (3, 1, 4)])
     with torch.no_grad():
@@ -210,6 +211,13 @@ def test_attention_of_many_graphs_is_refused(tmp_path):
     looks = NodePredictions(tmp_path, attention=True)
     with pytest.raises(UserError, match=r"predict\.attention: expected one graph"):
         quiet(tmp_path, callbacks=[looks]).predict(module_of(data, "labels"), datamodule=data)
+
+
+def test_nodes_of_many_graphs_are_not_explained():
+    data = Made(some_graphs("classes"), target="classes")
+    data.setup("predict")
+    with pytest.raises(UserError, match="run=explain: the nodes of many graphs are not explained"):
+        module_of(data, "classes").explained(next(iter(data.predict_dataloader())))
 
 
 def test_a_number_that_is_called_as_a_column_is_refused():

@@ -61,6 +61,12 @@ class Made(GraphsDataModule):
         return self.made
 
 
+def test_graphs_of_two_splits_are_told():
+    splits = {"train": torch.tensor([0, 2]), "val": torch.tensor([1]), "test": torch.tensor([2])}
+    with pytest.warns(UserWarning, match=r"train and test share graphs \(1, such as 2\)"):
+        Made(some_graphs(), splits).setup()
+
+
 def ready(graphs=None, **options):
     target = options.get("target", "classes")
     data = Made(graphs or some_graphs(target), **options)
