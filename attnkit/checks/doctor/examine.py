@@ -1,0 +1,343 @@
+"""The examination of one attention: cases against the definition, and the properties of any."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf, log2
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from attnkit.checks.doctor.attentions import Attention
+from attnkit.checks.doctor.cases import COMPARED, DEFINITION, PRINTED, Case
+from attnkit.checks.doctor.report import Fault, Row
+from attnkit.checks.report import share
+from attnkit.checks.run import check_attention
+
+COLUMNS = {
+    "output": "output",
+    "causality": "causal",
+    "batch": "batch",
+    "batch_training": "batch",
+    "determinism": "repeats",
+    "mask": "padding",
+    "padding": "padding",
+    "padding_appended": "padding",
+    "dead_rows": "dead rows",
+}
+"""The properties of `check_attention` that every attention must have, by column of the report."""
+
+TINY = Case(batch=3, queries=7, keys=7, dim=8, value_dim=8)
+DROPOUT = Case(batch=8, heads=4, kv_heads=4, dim=64, value_dim=64, dropout_p=0.25)
+LOW = 8.0  # times the tolerance: scores near −100 have fewer digits after the point
+NEW = 211  # tokens that no case has
+GROWTH = (512, 1024)
+TRIALS = 200  # of smaller cases
+
+Names = dict[str, Any]
+
+
+class Refused(Exception):
+    """The attention says that it cannot compute a case."""
+
+
+def tolerance(case: Case) -> float:
+    """The difference that another order of sums may make, as a share of the largest value."""
+    return torch.finfo(getattr(torch, case.dtype)).eps ** 0.75 * (LOW if case.is_low else 1.0)
+
+
+def computed(attention: Attention, case: Case, more: str = "") -> Names:
+    """The variables that a case's program leaves, `output` among them.
+
+    Raises:
+        Refused: the attention cannot compute this. attnkit's says so by its `UnsupportedError`;
+            others have no error of their own for it.
+    """
+    program = attention.program(case)
+    if program is None:
+        raise Refused("it has no argument for this")
+    names: Names = {}
+    try:
+        exec(compile(program + more, f"<{attention.name}>", "exec"), names)
+    except Exception as error:
+        is_refusal = not attention.is_ours or type(error).__name__ == "UnsupportedError"
+        if is_refusal and "output" not in names:
+            raise Refused(str(error)) from error
+        raise
+    return names
+
+
+class Examination:
+    """One attention in one dtype on one device, case by case."""
+
+    def __init__(self, attention: Attention, device: str, dtype: str) -> None:
+        self.attention = attention
+        self.device, self.dtype = device, dtype
+        self.name = f"{attention.name}, {dtype} on {device}"
+        self.num_cases = 0
+        self.worst: dict[str, float] = {}
+        self.cells: dict[str, str] = {}
+        self.faults: list[Fault] = []
+        self.right: list[Names] = []
+
+    def row(self) -> Row:
+        worst = {what: "0" if not found else f"{found:.0e}" for what, found in self.worst.items()}
+        faults = {fault.what: fault.verdict for fault in reversed(self.faults)}
+        cells = self.cells | worst
+        for what, verdict in sorted(faults.items(), key=lambda item: item[1] == "fail"):
+            cells[what] = "WRONG" if verdict == "fail" else cells.get(what, verdict)
+        return Row(self.attention.name, self.device, self.dtype, self.num_cases, cells)
+
+    def add(self, what: str, seen: str, program: str = "", verdict: str = "fail") -> None:
+        self.faults.append(Fault(self.name, what, verdict, seen, program))
+
+    def ask(self, cases: Iterable[Case]) -> None:
+        """Hold each case to the definition. Of what is wrong in a column the first case is told,
+        made as small as it stays wrong."""
+        for asked in cases:
+            case = self.here(asked)
+            try:
+                found = self.differences(case)
+            except Refused:
+                continue
+            self.num_cases += 1
+            for what, (difference, seen) in found.items():
+                if what in self.worst and not self.worst[what] < inf:
+                    continue
+                self.worst[what] = max(self.worst.get(what, 0.0), difference)
+                if not difference <= tolerance(case):
+                    self.worst[what] = inf
+                    self.tell(what, case, seen)
+
+    def tell(self, what: str, case: Case, seen: str) -> None:
+        if what == "dead rows" and not self.attention.is_ours:
+            self.add(what, f"a query that may look nowhere: {seen}", verdict="note")
+            return
+        small, seen = self.smallest(what, case, seen)
+        self.add(what, f"{small}: {seen}", self.printed(small))
+
+    def printed(self, case: Case) -> str:
+        """The program of a case with the definition, which prints the differences."""
+        program = self.attention.program(case)
+        assert program is not None
+        head, tensors = program.split("\ntorch.manual_seed", 1)
+        parts = [head, "\n", DEFINITION, "\ntorch.manual_seed", tensors]
+        return "".join([*parts, self.attention.defined, COMPARED, PRINTED])
+
+    def here(self, case: Case) -> Case:
+        return replace(case, device=self.device, dtype=self.dtype)
+
+    def smallest(self, what: str, case: Case, seen: str) -> tuple[Case, str]:
+        """The smallest case found in which the same is wrong."""
+        trials = 0
+        candidates = case.smaller()
+        while trials < TRIALS and (smaller := next(candidates, None)) is not None:
+            trials += 1
+            try:
+                difference, told = self.differences(smaller).get(what, (0.0, ""))
+            except Refused:
+                continue
+            if not difference <= tolerance(smaller):
+                case, seen, candidates = smaller, told, smaller.smaller()
+        return case, seen
+
+    def differences(self, case: Case) -> dict[str, tuple[float, str]]:
+        """By column the worst difference from the definition, and in words where it is.
+
+        Raises:
+            Refused: the attention cannot compute this.
+        """
+        try:
+            names = computed(self.attention, case, DEFINITION + self.attention.defined + COMPARED)
+        except Refused:
+            raise
+        except Exception as error:
+            return {"output": (inf, f"raises {type(error).__name__}: {error}".splitlines()[0])}
+        output, expected = names["output"].detach().cpu().double(), names["expected"].detach()
+        if output.shape != expected.shape:
+            said = f"the shape {list(output.shape)}, expected {list(expected.shape)}"
+            return {"output": (inf, said)}
+        alive = names["allowed"].cpu().any(dim=-1, keepdim=True).expand_as(expected[..., :1])
+        error = (output - expected).abs() / _largest([expected])
+        found = {"output": _worst(error.masked_fill(~alive, 0.0), "output", tolerance(case))}
+        if not alive.all():
+            difference, _ = _worst(error.masked_fill(alive, 0.0), "", inf)
+            seen = f"{difference:.1e}" if difference < inf else "NaN"
+            found["dead rows"] = difference, f"{seen} where 0 is expected"
+        if names["got"] is not None and (alive.all() or self.attention.is_ours):
+            largest = _largest(names["right"])
+            named = [
+                _worst((was.cpu().double() - should).abs() / largest, name, tolerance(case))
+                for name, was, should in zip(
+                    names["inputs"], names["got"], names["right"], strict=True
+                )
+            ]
+            found["gradients"] = max(named, key=lambda pair: pair[0])
+        if all(difference <= tolerance(case) for difference, _ in found.values()):
+            self.right.append(names)
+        return found
+
+    def properties(self) -> None:
+        """What `check_attention` finds, with padding, and for a causal mask."""
+        for mask in ("padding", "causal"):
+            case = self.here(replace(TINY, mask=mask))
+            try:
+                names = computed(self.attention, case)
+            except Refused:
+                continue
+            if not names["output"].requires_grad:  # who sees whom is read off gradients
+                continue
+            module = _Module(self.attention, case)
+            is_causal = mask == "causal"
+            report = check_attention(
+                module,
+                3 * case.heads * case.dim,
+                call=_unmasked if is_causal else _masked,
+                causal=is_causal,
+                checks=[
+                    check for check in COLUMNS if is_causal or check != "causality"
+                ],
+            )
+            for finding in report:
+                what = COLUMNS[finding.check]
+                if finding.verdict == "skipped":
+                    continue
+                promised = what != "dead rows" or self.attention.is_ours
+                if finding.verdict == "fail":
+                    seen = f"{finding.check} with {mask}: {finding.seen}"
+                    self.add(what, seen, self.printed(case), "fail" if promised else "note")
+                else:
+                    self.cells.setdefault(what, "ok")
+
+    def dropout(self) -> None:
+        """The share of weights that are dropped, the size of the others, and the same weights in
+        the backward: queries of 0, whose weights are equal, and values that are the identity."""
+        case = self.here(DROPOUT)
+        size = case.keys
+        identity = (
+            "query = torch.zeros_like(query).requires_grad_()\n"
+            f"value = torch.eye({size}, **kind).expand_as(key).contiguous().requires_grad_()\n"
+        )
+        program = self.attention.program(case)
+        if program is None or self.attention.is_same:
+            return
+        before, lines = program.split("allowed = ", 1)
+        program = f"{before}{identity}allowed = {lines}" + (
+            "weights, columns = output.detach(), output.detach().sum(dim=2)\n"
+            "dropped = (weights == 0).double().mean().item()\n"
+            f"kept = weights.sum().item() / (weights != 0).sum().item() * {size}\n"
+            "gradient = torch.autograd.grad(output.sum(), value)[0][..., 0]\n"
+            'print(f"dropped {dropped:.4f}, expected {dropout_p}")\n'
+        )
+        names: Names = {}
+        try:
+            exec(compile(program.rsplit("print", 1)[0], f"<{self.attention.name}>", "exec"), names)
+        except Exception as error:
+            if self.attention.is_ours and type(error).__name__ != "UnsupportedError":
+                self.add("dropout", f"raises {type(error).__name__}: {error}", program)
+            return
+        number = names["weights"].numel()
+        spread = 6 * (case.dropout_p * (1 - case.dropout_p) / number) ** 0.5
+        dropped, kept = names["dropped"], names["kept"] * (1 - case.dropout_p)
+        columns = names["columns"]
+        backward = _worst(
+            (names["gradient"] - columns).abs() / columns.abs().max(), "", inf
+        )[0]
+        said = f"drops {dropped:.4f} of the weights, {case.dropout_p} was asked for"
+        if abs(dropped - case.dropout_p) > spread:
+            self.add("dropout", said, program)
+        elif abs(kept - 1) > 2 * tolerance(case):
+            self.add("dropout", f"scales the weights it keeps by {kept:.4f} of what they need", program)
+        elif backward > 4 * tolerance(case):
+            self.add("dropout", f"the backward drops others: {share(backward)}", program)
+        else:
+            self.cells["dropout"] = "ok"
+
+    def costs(self, *, memory: bool) -> None:
+        """How long a call with a new number of tokens takes more than the next, and how the peak
+        of memory grows with the tokens."""
+        new = self.here(replace(TINY, queries=NEW, keys=NEW))
+        if not _is_served(self.attention, new):
+            return
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            computed(self.attention, new)
+            seconds.append(time.perf_counter() - start)
+        more = 1000 * (seconds[0] - min(seconds[1:]))
+        self.cells["new shape"] = f"{max(more, 0):.0f} ms"
+        if memory and self.device == "cpu":
+            peaks = [_peak(self.attention, replace(new, queries=n, keys=n)) for n in GROWTH]
+            self.cells["memory"] = f"n^{log2(peaks[1] / peaks[0]):.1f}"
+
+
+class _Module(nn.Module):
+    """An attention as a module of tokens that hold query, key and value of each head."""
+
+    def __init__(self, attention: Attention, case: Case) -> None:
+        super().__init__()
+        lines = attention.lines(case)
+        assert lines is not None
+        self.names = computed(attention, case)
+        self.code = compile(lines, f"<{attention.name}>", "exec")
+        self.heads = case.heads
+        self.register_buffer("like", self.names["query"].detach().new_zeros(()))
+
+    def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        parts = tokens.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        names = dict(self.names, query=parts[0], key=parts[1], value=parts[2])
+        if mask is not None:
+            names["allowed"] = mask[:, None, None]
+        exec(self.code, names)
+        return names["output"].transpose(1, 2).flatten(2)
+
+
+def _masked(module: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
+    return module(tokens, mask)
+
+
+def _unmasked(module: nn.Module, tokens: Tensor) -> Tensor:
+    return module(tokens, None)
+
+
+def _is_served(attention: Attention, case: Case) -> bool:
+    try:
+        computed(attention, replace(case, queries=8, keys=8))
+    except Refused:
+        return False
+    return True
+
+
+def _largest(tensors: Sequence[Tensor]) -> float:
+    return max(max(tensor.abs().max().item() for tensor in tensors), 1e-300)
+
+
+def _worst(error: Tensor, name: str, limit: float) -> tuple[float, str]:
+    """The largest of the errors, inf for NaN, and which is the first above the limit."""
+    error = error.detach().nan_to_num(inf, posinf=inf)
+    worst = error.max().item()
+    if not worst > limit:
+        return worst, ""
+    first = (error > limit).nonzero()[0].tolist()
+    return worst, f"{name} differs by {share(worst)}, first at {first} of {list(error.shape)}"
+
+
+def _peak(attention: Attention, case: Case) -> float:
+    """The most memory that a case's program held at once, in bytes, as torch's allocator says."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        computed(attention, case, "if output.requires_grad:\n    output.sum().backward()\n")
+    assert profiler.profiler is not None
+    events = [
+        event
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,116 @@
+"""What the doctor found: a table of attentions, and for each fault a sentence and a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+WHAT = (
+    "output", "gradients", "causal", "padding", "batch", "repeats", "dead rows", "dropout",
+    "memory", "new shape",
+)  # fmt: skip
+"""The columns of the table."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is wrong ("fail"), or worth knowing ("note").
+
+    Args:
+        attention: which, with its dtype and device.
+        what: the column of the table.
+        seen: a sentence.
+        program: what anyone can run to see it; "" where the sentence is all there is.
+    """
+
+    attention: str
+    what: str
+    verdict: str
+    seen: str
+    program: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention in one dtype on one device: how many cases it was asked, and by column what
+    was seen, a number that is the worst difference as a share of the largest value, or a word."""
+
+    attention: str
+    device: str
+    dtype: str
+    num_cases: int
+    cells: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """The findings on all attentions of a machine: `print(report)`, `report.markdown()`.
+
+    True where nothing is wrong. Notes are no faults.
+    """
+
+    machine: Mapping[str, str]
+    rows: tuple[Row, ...]
+    faults: tuple[Fault, ...]
+    seconds: float
+
+    @property
+    def failures(self) -> list[Fault]:
+        return [fault for fault in self.faults if fault.verdict == "fail"]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
+        return "\n".join([self._title(), "", *lines, "", *self._told("  ")])
+
+    def markdown(self) -> str:
+        """The report as Markdown, with programs, to be pasted into an issue."""
+        head, *body = self._table()
+        rows = [head, ["---"] * len(head), *body]
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        return "\n".join([f"# {self._title()}", "", *lines, "", *self._told("", fence="```")])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report in numbers, lists and texts, for JSON."""
+        return asdict(self) | {"passed": self.passed}
+
+    def _title(self) -> str:
+        said = ", ".join(f"{name} {value}" for name, value in self.machine.items())
+        return f"attnkit doctor: {said}"
+
+    def _table(self) -> list[list[str]]:
+        used = [what for what in WHAT if any(what in row.cells for row in self.rows)]
+        table = [["attention", "device", "dtype", "cases", *used]]
+        for row in self.rows:
+            cells = [row.cells.get(what, "–") for what in used]
+            table.append([row.attention, row.device, row.dtype, str(row.num_cases), *cells])
+        return table
+
+    def _told(self, indent: str, fence: str = "") -> Iterator[str]:
+        for verdict, name in (("fail", "WRONG"), ("note", "note")):
+            for fault in self.faults:
+                if fault.verdict == verdict:
+                    yield f"{name}: {fault.attention}: {fault.what}: {fault.seen}"
+                    if fault.program and (verdict == "fail" or fence):
+                        yield from _block(fault.program, indent, fence)
+        number = len(self.failures)
+        found = f"{number} wrong" if number else "nothing is wrong"
+        asked = sum(row.num_cases for row in self.rows)
+        yield f"{found}: {len(self.rows)} attentions, {asked} cases, {self.seconds:.0f} s"
+
+
+def _block(program: str, indent: str, fence: str) -> Sequence[str]:
+    lines = [indent + line for line in program.rstrip().splitlines()]
+    return ["", *([fence + "python"] if fence else []), *lines, *([fence] if fence else []), ""]
