@@ -9,9 +9,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data, Dataset
 
 from attnkit.core.arguments import held_out
+from attnkit.core.files import cache_folder
 from attnkit.core.nearest import nearest
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.files import cache_folder
 from attnkit.tasks.graphs.data import GraphDataModule
 from attnkit.tasks.graphs.pickles import only_data
 from attnkit.tasks.graphs.splits import has_masks, random_masks

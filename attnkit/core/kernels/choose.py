@@ -1,7 +1,10 @@
-"""The kernels: what each can do, in which order they are preferred, and how they are run."""
+"""The kernels: what each can do, in which order they are preferred, and how they are run.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+What the ledger of this machine says goes before the order (kernels/ledger.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Annotated
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
+from attnkit.core.kernels import ledger
 from attnkit.core.kernels.base import Backend
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
@@ -101,19 +105,24 @@ def named_backend(name: str) -> Backend | None:
 
 
 def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
-    """The named backend, or the first that can serve the inputs and pays.
+    """The named backend, whatever the ledger says of it; for "auto", the first that can serve the
+    inputs, pays and is not wrong by the ledger, or the one that the ledger knows to be faster.
 
     UnsupportedError if a named one cannot, with every reason; ValueError for an unknown name.
     """
     backend = named_backend(name)
     if backend is None:
-        for place_name, place in PLACES.items():
-            if place.may_serve(inputs):
-                backend = _kernel(place_name)
-                if backend.serves(inputs) and backend.pays(inputs):
-                    return backend
-        why = dict.fromkeys(reason for reasons in _reasons(inputs).values() for reason in reasons)
-        raise UnsupportedError(f"no backend can serve this attention: {'; '.join(why)}")
+        wrong, timed = ledger.about(inputs)
+        backend = _first(inputs, wrong)
+        if backend is None:
+            why = [reason for reasons in _reasons(inputs).values() for reason in reasons]
+            why += [f"{name} was found wrong here (attnkit doctor)" for name in wrong]
+            why = list(dict.fromkeys(why))
+            raise UnsupportedError(f"no backend can serve this attention: {'; '.join(why)}")
+        for faster in () if timed is None else timed.faster_than(backend.name):
+            if faster in PLACES and faster not in wrong and _kernel(faster).serves(inputs):
+                return _kernel(faster)
+        return backend
     if not backend.serves(inputs):
         reasons = backend.unsupported_reasons(inputs)
         raise UnsupportedError(
@@ -122,15 +131,28 @@ def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
     return backend
 
 
+def _first(inputs: Inputs, wrong: Sequence[str]) -> Backend | None:
+    """The first in order of preference that can serve, pays and is none of the wrong ones."""
+    for name, place in PLACES.items():
+        if name not in wrong and place.may_serve(inputs):
+            backend = _kernel(name)
+            if backend.serves(inputs) and backend.pays(inputs):
+                return backend
+    return None
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Per backend, in order of preference, why it cannot serve; `str()` is a table."""
 
     reasons: dict[str, list[str]]
     chosen: str | None
-    """The backend that `backend="auto"` takes: the first that can and pays at these sizes. None:
-    no backend can, and `attend` raises UnsupportedError."""
+    """The backend that `backend="auto"` takes: the first that can and pays at these sizes, unless
+    the ledger knows better. None: no backend can, and `attend` raises UnsupportedError."""
     count: Callable[[], BlockCounts] | None = None
+    remarks: dict[str, str] = field(default_factory=dict)
+    """What `attnkit doctor` found on this machine: backends that "auto" leaves out because they
+    were wrong, and the one that it takes because it was measured fastest."""
 
     @property
     def blocks(self) -> BlockCounts | None:
@@ -143,7 +165,9 @@ class Explanation:
         width = max(map(len, self.reasons))
         lines = [] if self.chosen else ["no backend can serve this attention"]
         for name, reasons in self.reasons.items():
-            verdict = "; ".join(reasons) or ("chosen" if name == self.chosen else "can")
+            said = ["chosen"] if name == self.chosen else []
+            said += [self.remarks[name]] if name in self.remarks else []
+            verdict = "; ".join(reasons) or ": ".join(said) or "can"
             lines.append(f"{name:<{width}}  {verdict}")
         blocks = self.blocks
         if blocks is not None:
@@ -169,10 +193,15 @@ def explain_backends(
         chosen = choose_backend(inputs).name
     except UnsupportedError:
         chosen = None
+    wrong = ledger.known_of(inputs.query.device).wrong(ledger.kind_of(inputs))
+    remarks = {name: str(finding) for name, finding in wrong.items()}
+    first, (_, timed) = _first(inputs, tuple(wrong)), ledger.about(inputs)
+    if chosen and timed and first and first.name != chosen:
+        remarks[chosen] = timed.fastest(chosen, first.name)
     count = None
     if inputs.mask is not None and has_values(inputs.query.device):
         count = partial(_count, inputs.mask, inputs.num_queries, inputs.num_keys)
-    return Explanation(reasons, chosen, count)
+    return Explanation(reasons, chosen, count, remarks)
 
 
 def _reasons(inputs: Inputs) -> dict[str, list[str]]:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnkit.core.inputs import Inputs
+from attnkit.core.kernels import ledger
 from attnkit.core.kernels.base import (
     Backend,
     add_sink_,
@@ -242,7 +243,8 @@ class _FlashWithSink(torch.autograd.Function):
 
 
 def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's function, called with nothing but these, is what `Flash` would compute.
+    """Whether torch's function, called with nothing but these, is what `Flash` would compute, and
+    "auto" takes that.
 
     On the CPU, unless a gradient wants the queries in parts. At the size of a decoding step,
     checking and choosing take as long as computing, and there is nothing more to check.
@@ -264,6 +266,7 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not (torch.is_grad_enabled() and may_split(query))
         and not wants_more_than_gradient((query, key, value))
+        and (ledger.keeps_plain_flash or ledger.leaves_plain_flash())
     )
 
 

@@ -447,4 +447,4 @@ def test_a_kernel_is_loaded_when_it_may_serve():
         "print('attnkit.core.kernels.linear' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["base choose record sdpa", "True"]
+    assert done.stdout.splitlines() == ["base choose ledger record sdpa", "True"]

@@ -1,0 +1,426 @@
+"""The ledger: what was found and measured of the kernels on this machine, which "auto" obeys.
+
+`python -m attnkit doctor` writes it, one JSON file in the user's cache folder:
+
+    {"attnkit ledger": 1, "machines": {"<device, versions>": {
+        "found": [{"kernel": "flash", "kind": ["Causal", "float32"], "what": "causality",
+                   "seen": "output 5 sees key 9", "date": "2026-11-26"}],
+        "times": [{"kind": ["float32"], "size": [256, 1024, 1024, 1024, 2],
+                   "seconds": {"flash": 0.0012, "math": 0.0031}, "date": "2026-11-26"}]}}}
+
+The kind of an attention is the set of what it is made of (`kind_of`). **A finding holds for every
+attention whose kind contains the finding's**, at all sizes: what is wrong for {Causal, float32} is
+left out for a causal mask beside padding too, not in bfloat16. **Times hold for the same kind and
+size** (`size_of`) and for nothing else, and never in compiled programs, which compute otherwise.
+What stands there of other devices, or of other versions of attnkit, torch and compilers, does not
+count.
+
+The file is read once in a process, when the first kernel is chosen. ATTNKIT_LEDGER in the
+environment is another file, or `off`. A compiled program keeps the kernels that were chosen when it
+was traced, and an exported one, which is for other machines, never depends on the ledger.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+
+from attnkit.core.inputs import Inputs
+from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.sequences import Causal, Packed, Window
+from attnkit.core.normalizers import Softmax
+from attnkit.core.scores.kinds import ScaledDot
+
+VARIABLE = "ATTNKIT_LEDGER"
+FORMAT = 1
+MARGIN = 1.05  # how many times faster another kernel must be: less is noise
+PLAIN = frozenset({"float32"}), frozenset({"float32", "gradient"})
+
+Kind = frozenset[str]
+Size = tuple[int, ...]
+
+
+class LedgerError(RuntimeError):
+    """The ledger cannot be written; the message says why, and what to do."""
+
+
+def _today() -> str:
+    return date.today().isoformat()
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What a kernel was found to do wrong.
+
+    Args:
+        kind: of the attentions for which it is left out.
+        what: the property that it lacks, "causality".
+        seen: one sentence, "output 5 sees key 9".
+    """
+
+    kernel: str
+    kind: Kind
+    what: str
+    seen: str
+    date: str = field(default_factory=_today)
+
+    def __str__(self) -> str:
+        kind = ", ".join(sorted(self.kind)) or "all attention"
+        seen = " ".join(self.seen.split())
+        return f"found wrong here on {self.date} for {kind}: {self.what}, {seen} (attnkit doctor)"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The seconds that each kernel took for attention of a kind and size."""
+
+    kind: Kind
+    size: Size
+    seconds: Mapping[str, float]
+    date: str = field(default_factory=_today)
+
+    def faster_than(self, kernel: str) -> list[str]:
+        """The kernels that were clearly faster, the fastest first; none if it was not measured."""
+        most = self.seconds.get(kernel, 0.0) / MARGIN
+        return sorted(
+            (name for name in self.seconds if self.seconds[name] < most),
+            key=self.seconds.__getitem__,
+        )
+
+    def fastest(self, kernel: str, other: str) -> str:
+        """Why a kernel is taken in place of another."""
+        mine, its = (f"{1e3 * self.seconds[name]:.3g} ms" for name in (kernel, other))
+        return f"measured fastest here on {self.date}, {mine} against {its} ({other})"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the ledger says of one device."""
+
+    found: tuple[Wrong, ...] = ()
+    times: Mapping[tuple[Kind, Size], Timed] = field(default_factory=dict)
+
+    def wrong(self, kind: Kind) -> dict[str, Wrong]:
+        """By its name, each kernel that is left out for attention of a kind. The reference is the
+        definition, and never is."""
+        found = (wrong for wrong in self.found if wrong.kind <= kind)
+        return {wrong.kernel: wrong for wrong in found if wrong.kernel != "reference"}
+
+
+NOTHING = Known()
+
+_lock = RLock()
+_machines: dict[str, Known] | None = None  # None: not read yet
+_devices: dict[torch.device, Known] = {}
+_is_silent = False
+keeps_plain_flash = False
+"""Whether it is known that nothing speaks against flash for plain attention on the CPU."""
+
+
+def kind_of(inputs: Inputs) -> Kind:
+    """What an attention is made of: its dtype, the classes of its mask's parts, and of a score and
+    a normalizer that are not the usual ones; "bias", "grouped", "dropout", "sink", "softcap",
+    "edge_features"; and "gradient" where one is wanted."""
+    features = [str(inputs.query.dtype).removeprefix("torch.")]
+    features += [type(mask).__name__ for mask in inputs.masks]
+    for choice, usual in ((inputs.score, ScaledDot), (inputs.normalizer, Softmax)):
+        if type(choice) is not usual:
+            features.append(type(choice).__name__)
+    if inputs.score.softcap is not None:
+        features.append("softcap")
+    if inputs.bias is not None:
+        features.append("bias")
+    if inputs.sink is not None:
+        features.append("sink")
+    if inputs.edge_features is not None:
+        features.append("edge_features")
+    if inputs.is_grouped:
+        features.append("grouped")
+    if inputs.dropout_p > 0:
+        features.append("dropout")
+    if torch.is_grad_enabled():
+        query, key, value, bias = inputs.query, inputs.key, inputs.value, inputs.bias
+        trains = query.requires_grad or key.requires_grad or value.requires_grad
+        if trains or (bias is not None and bias.requires_grad):
+            features.append("gradient")
+    return frozenset(features)
+
+
+def size_of(inputs: Inputs) -> Size | None:
+    """The numbers of a token in all items and heads, rounded up to a power of 4; to powers of 2,
+    the queries, the keys, and about how many of them a query sees; and the threads on the CPU.
+
+    None where that does not tell how much there is to compute: under masks other than `Causal`,
+    `Window`, `Packed` and `Edges`, and in programs.
+    """
+    batch, num_heads, num_queries, head_dim = inputs.query.shape
+    seen = num_keys = inputs.num_keys
+    width = batch * num_heads * head_dim
+    if torch.compiler.is_compiling() or not type(width) is type(num_queries) is type(seen) is int:
+        return None
+    for mask in inputs.masks:
+        if isinstance(mask, Packed):
+            seen = min(seen, num_keys // max(1, len(mask.lengths)))
+        elif isinstance(mask, Edges):
+            seen = min(seen, mask.num_edges // max(1, num_queries))
+        elif isinstance(mask, Window) and mask.left is not None and mask.right is not None:
+            seen = min(seen, mask.left + mask.right + 1)
+        elif not isinstance(mask, (Causal, Window)):
+            return None
+    sizes = width, num_queries, num_keys, seen
+    bits = [(size - 1).bit_length() if size else 0 for size in sizes]
+    threads = torch.get_num_threads() if inputs.query.is_cpu else 1
+    return 1 << bits[0] + bits[0] % 2, 1 << bits[1], 1 << bits[2], 1 << bits[3], threads
+
+
+def about(inputs: Inputs) -> tuple[tuple[str, ...], Timed | None]:
+    """The kernels that were found wrong for an attention, and its times if there are any."""
+    device = inputs.query.device
+    if torch.compiler.is_compiling():
+        is_told = not torch.compiler.is_exporting() and _speaks_of(str(device))
+        return _wrong_in_program(str(device), kind_of(inputs)) if is_told else (), None
+    if _is_silent:
+        return (), None
+    known = _devices.get(device) or known_of(device)
+    if not (known.found or known.times):
+        return (), None
+    kind = kind_of(inputs)
+    size = size_of(inputs) if known.times else None
+    wrong = tuple(known.wrong(kind)) if known.found else ()
+    return wrong, None if size is None else known.times.get((kind, size))
+
+
+# These two run while torch.compile traces, and are not traced.
+@torch.compiler.assume_constant_result
+def _speaks_of(device: str) -> bool:
+    return bool(known_of(device).found)
+
+
+@torch.compiler.assume_constant_result
+def _wrong_in_program(device: str, kind: Kind) -> tuple[str, ...]:
+    return tuple(known_of(device).wrong(kind))
+
+
+def leaves_plain_flash() -> bool:
+    """`keeps_plain_flash`, after the ledger was read."""
+    global keeps_plain_flash
+    known = known_of("cpu")
+    keeps_plain_flash = not (
+        any("flash" in known.wrong(kind) for kind in PLAIN)
+        or any(t.kind in PLAIN and t.faster_than("flash") for t in known.times.values())
+    )
+    return keeps_plain_flash
+
+
+def known_of(device: torch.device | str) -> Known:
+    """What the ledger says of a device; nothing without a ledger."""
+    global _machines, _is_silent
+    device = torch.device(device)
+    known = _devices.get(device)
+    if known is None:
+        with _lock:
+            if _machines is None:
+                _machines = _read()
+                _is_silent = not _machines
+            known = _machines.get(machine(device), NOTHING) if _machines else NOTHING
+            _devices[device] = known
+    return known
+
+
+def reload() -> None:
+    """The file is read again when the next kernel is chosen."""
+    global _machines, _is_silent, keeps_plain_flash
+    with _lock:
+        _machines, _is_silent, keeps_plain_flash = None, False, False
+        _devices.clear()
+
+
+def path() -> Path | None:
+    """The ledger's file, be it there or not; None where there is none to be."""
+    given = os.environ.get(VARIABLE, "")
+    if given.lower() == "off":
+        return None
+    from attnkit.core.files import cache_folder
+
+    try:
+        return Path(given).expanduser() if given else cache_folder() / "ledger.json"
+    except RuntimeError:  # nobody's home is known
+        return None
+
+
+def machine(device: torch.device | str) -> str:
+    """What a device's findings and times belong to: its name, and all versions that matter."""
+    from importlib import metadata
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)}, cuDNN {torch.backends.cudnn.version()}"
+    else:
+        name = f"{_processor()} {torch.backends.cpu.get_cpu_capability()}"
+        name = name if device.type == "cpu" else f"{device.type}, {name}"
+    versions = [f"attnkit {sys.modules['attnkit'].__version__}", f"torch {torch.__version__}"]
+    for compiler in ("triton",) if device.type == "cuda" else ("numba",):
+        with suppress(metadata.PackageNotFoundError):
+            versions.append(f"{compiler} {metadata.version(compiler)}")
+    return ", ".join([name, *versions])
+
+
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
+def record(
+    device: torch.device | str,
+    *,
+    checked: Iterable[tuple[str, Kind]] = (),
+    found: Iterable[Wrong] = (),
+    times: Iterable[Timed] = (),
+) -> Path:
+    """Write down what was found and measured on a device, and obey it from now on.
+
+    Args:
+        checked: the kernels, each with a kind, that were looked at: older findings about them go.
+        found: what was wrong, of these or of others.
+        times: each takes the place of older ones of the same kind and size.
+
+    Returns:
+        The file.
+
+    Raises:
+        LedgerError: it cannot be written, or what is there is no ledger; nothing is changed then.
+    """
+    from attnkit.core.files import replacing
+
+    file, found = path(), tuple(found)
+    if file is None:
+        raise LedgerError(f"there is no ledger to write to: set {VARIABLE} to a file, not to off")
+    looked_at = {*checked, *((wrong.kernel, wrong.kind) for wrong in found)}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _lock, _alone(file.parent):
+            machines, key = _parsed(file) if file.exists() else {}, machine(device)
+            before = machines.get(key, NOTHING)
+            kept = [old for old in before.found if (old.kernel, old.kind) not in looked_at]
+            timed = {(new.kind, new.size): new for new in times}
+            machines[key] = Known((*kept, *found), {**before.times, **timed})
+            written = _written(machines)
+            with replacing(file) as out:
+                out.write(written)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise LedgerError(
+            f"{file}: {reason}; set {VARIABLE} to a file that can be written"
+        ) from error
+    except ValueError as error:
+        raise LedgerError(f"{error}; delete it, or set {VARIABLE} to another file") from error
+    reload()
+    return file
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """In the block no other process changes a ledger in the folder, where folders can be locked."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _read() -> dict[str, Known]:
+    """What the file says of all machines; nothing where there is none, or it is not a ledger."""
+    file = path()
+    if file is None or not os.path.exists(file):
+        return {}
+    try:
+        return _parsed(file)
+    except (OSError, ValueError) as error:
+        reason = f"{file}: {error.strerror}" if isinstance(error, OSError) else error
+        warnings.warn(
+            f"{reason}, and is ignored; delete it, or set {VARIABLE} to another file or off",
+            stacklevel=2,
+        )
+        return {}
+
+
+def _written(machines: Mapping[str, Known]) -> bytes:
+    import json
+
+    def plain(entries: Iterable[Wrong | Timed]) -> list[dict[str, Any]]:
+        return [{**vars(entry), "kind": sorted(entry.kind)} for entry in entries]
+
+    entries = {
+        key: {"found": plain(known.found), "times": plain(known.times.values())}
+        for key, known in machines.items()
+    }
+    text = json.dumps({"attnkit ledger": FORMAT, "machines": entries}, indent=1)
+    return text.encode()
+
+
+def _parsed(file: Path) -> dict[str, Known]:
+    """ValueError, naming the file, where it is not a ledger."""
+    import json
+
+    data = file.read_bytes()
+    try:
+        read = json.loads(data)
+        if read["attnkit ledger"] != FORMAT:
+            raise ValueError(f"format {read['attnkit ledger']}, expected {FORMAT}")
+        return {key: _known(entry) for key, entry in read["machines"].items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file}: is not a ledger of this attnkit") from error
+
+
+def _known(entry: Any) -> Known:
+    found, times = (
+        [kind(**{name: read(old[name]) for name, read in parts.items()}) for old in entry[key]]
+        for key, (kind, parts) in _ENTRIES.items()
+    )
+    return Known(tuple(found), {(timed.kind, timed.size): timed for timed in times})
+
+
+def _is(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _all(kind: type, values: Any) -> list[Any]:
+    return [_is(kind, value) for value in _is(list, values)]
+
+
+_text, _kind = partial(_is, str), lambda given: frozenset(_all(str, given))
+_ENTRIES: dict[str, tuple[type, dict[str, Callable[[Any], Any]]]] = {
+    "found": (
+        Wrong,
+        {"kernel": _text, "kind": _kind, "what": _text, "seen": _text, "date": _text},
+    ),
+    "times": (
+        Timed,
+        {
+            "kind": _kind,
+            "size": lambda given: tuple(_all(int, given)),
+            "seconds": lambda given: {name: _is(float, given[name]) for name in _is(dict, given)},
+            "date": _text,
+        },
+    ),
+}
