@@ -13,6 +13,7 @@ attnkit: train, test and use attention models. For example
                                                your images, a folder per class
   attnkit run=check task=vit                   what it takes: time, memory, …
   attnkit run=predict ckpt=RUN_DIR images=PATH label images; writes a CSV
+  attnkit doctor                               is any attention here wrong?
   attnkit --help                               everything
   attnkit --cfg job task=vit                   every key and its value"""
 
@@ -51,6 +52,11 @@ Compare
   attnkit run=report sweep=latest              its table, plots and best run
   attnkit run=reproduce                        published results and ours
   attnkit run=reproduce reproduce.name=NAME    run one again and compare
+
+Trust the machine
+  attnkit doctor                               hold all attention that it can
+                                               run to the definition
+  attnkit doctor model.py:build                and that of a model of yours
 
 Groups and their choices
 {groups}

@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None, *, announce: bool = False) -> int:
 
 
 def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
+    if argv[:1] == ["doctor"]:
+        from attnkit.launch.doctor import command
+
+        return command(argv[1:])
     args = _parser().parse_intermixed_args(argv)
     if args.version:
         print(f"attnkit {__version__}")

@@ -56,7 +56,7 @@ class Attention:
         return f"{HEAD}{self.imports}\n{tensors}{lines}\n"
 
 
-def attentions(device: str, *, quick: bool) -> Iterator[Attention]:
+def attentions(device: str) -> Iterator[Attention]:
     """Those that this installation has for a device."""
     for name, place in PLACES.items():
         if place.normalizer is Softmax or name == "reference":
@@ -71,12 +71,12 @@ def attentions(device: str, *, quick: bool) -> Iterator[Attention]:
     for kind, name in kinds.items():
         imports = "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
         lines = _sdpa(f"with sdpa_kernel(SDPBackend.{kind}):\n    ")
-        yield Attention(f"torch sdpa, {name}", lines, imports, is_top_left=True)
+        yield Attention(f"torch sdpa ({name})", lines, imports, is_top_left=True)
     yield Attention("torch sdpa", _sdpa(""), is_top_left=True)
     for mode in ("train", "eval"):
-        yield Attention(f"nn.MultiheadAttention, {mode}", _multihead(f"{mode}()"))
+        yield Attention(f"nn.MultiheadAttention ({mode})", _multihead(f"{mode}()"))
     lines = _multihead("eval()", "with torch.no_grad():\n    ")
-    yield Attention("nn.MultiheadAttention, fast path", lines, is_same=True)
+    yield Attention("nn.MultiheadAttention (fast path)", lines, is_same=True)
     flex = "from torch.nn.attention.flex_attention import create_block_mask, flex_attention\n"
     yield Attention("torch flex", _flex, flex, is_slow=True)
     if device == "cuda" and find_spec("torch.nn.attention.varlen"):

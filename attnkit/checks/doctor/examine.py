@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from attnkit.checks.doctor.attentions import Attention
-from attnkit.checks.doctor.cases import COMPARED, DEFINITION, PRINTED, Case
+from attnkit.checks.doctor.cases import COMPARED, DEFINITION, HEAD, PRINTED, Case
 from attnkit.checks.doctor.report import Fault, Row
 from attnkit.checks.report import share
 from attnkit.checks.run import check_attention
+from attnkit.core.check import check_inputs
+from attnkit.core.inputs import Inputs
+from attnkit.core.kernels import ledger
 
 COLUMNS = {
     "output": "output",
@@ -82,7 +85,8 @@ class Examination:
         self.worst: dict[str, float] = {}
         self.cells: dict[str, str] = {}
         self.faults: list[Fault] = []
-        self.right: list[Names] = []
+        self.kinds: set[ledger.Kind] = set()
+        self.wrong: list[ledger.Wrong] = []
 
     def row(self) -> Row:
         worst = {what: "0" if not found else f"{found:.0e}" for what, found in self.worst.items()}
@@ -119,6 +123,17 @@ class Examination:
             return
         small, seen = self.smallest(what, case, seen)
         self.add(what, f"{small}: {seen}", self.printed(small))
+        self.forbid(what, small, f"{small}: {seen}")
+
+    def forbid(self, what: str, case: Case, seen: str) -> None:
+        """Let "auto" leave the kernel out wherever what this case is made of is."""
+        if self.attention.kernel:
+            tensors = case.tensors(is_same=False, is_top_left=False)
+            names: Names = {}
+            mask = (self.attention.lines(case) or "").split("\noutput")[0]
+            exec(f"{HEAD}{self.attention.imports}{tensors}{mask}", names)
+            kind = ledger.kind_of(inputs_of(names)) - (frozenset() if what == "gradients" else {"gradient"})
+            self.wrong.append(ledger.Wrong(self.attention.kernel, kind, what, seen))
 
     def printed(self, case: Case) -> str:
         """The program of a case with the definition, which prints the differences."""
@@ -177,8 +192,8 @@ class Examination:
                 )
             ]
             found["gradients"] = max(named, key=lambda pair: pair[0])
-        if all(difference <= tolerance(case) for difference, _ in found.values()):
-            self.right.append(names)
+        if self.attention.kernel:
+            self.kinds.add(ledger.kind_of(inputs_of(names)))
         return found
 
     def properties(self) -> None:
@@ -210,6 +225,8 @@ class Examination:
                 if finding.verdict == "fail":
                     seen = f"{finding.check} with {mask}: {finding.seen}"
                     self.add(what, seen, self.printed(case), "fail" if promised else "note")
+                    if promised:
+                        self.forbid(what, case, finding.seen)
                 else:
                     self.cells.setdefault(what, "ok")
 
@@ -248,14 +265,15 @@ class Examination:
             (names["gradient"] - columns).abs() / columns.abs().max(), "", inf
         )[0]
         said = f"drops {dropped:.4f} of the weights, {case.dropout_p} was asked for"
-        if abs(dropped - case.dropout_p) > spread:
-            self.add("dropout", said, program)
-        elif abs(kept - 1) > 2 * tolerance(case):
-            self.add("dropout", f"scales the weights it keeps by {kept:.4f} of what they need", program)
+        if abs(kept - 1) > 2 * tolerance(case):
+            said = f"the weights that it keeps are {kept:.4f} of what they should be"
         elif backward > 4 * tolerance(case):
-            self.add("dropout", f"the backward drops others: {share(backward)}", program)
-        else:
+            said = f"its backward drops other weights than its forward: {share(backward)}"
+        elif abs(dropped - case.dropout_p) <= spread:
             self.cells["dropout"] = "ok"
+            return
+        self.add("dropout", said, program)
+        self.forbid("dropout", case, said)
 
     def costs(self, *, memory: bool) -> None:
         """How long a call with a new number of tokens takes more than the next, and how the peak
@@ -302,6 +320,12 @@ def _masked(module: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
 
 def _unmasked(module: nn.Module, tokens: Tensor) -> Tensor:
     return module(tokens, None)
+
+
+def inputs_of(names: Names) -> Inputs:
+    """What `attend` is given in a program of attnkit's."""
+    given = {name: names[name] for name in ("mask", "bias", "scale", "dropout_p")}
+    return check_inputs(names["query"], names["key"], names["value"], **given)
 
 
 def _is_served(attention: Attention, case: Case) -> bool:

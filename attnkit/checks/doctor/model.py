@@ -1,0 +1,105 @@
+"""The attention of a model, held to the definition at the shapes it has there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnkit.checks.doctor.report import Fault, Row
+from attnkit.checks.subject import difference
+from attnkit.core.attend import attend
+from attnkit.core.capture.calls import AttentionCall, EdgeCall
+from attnkit.core.capture.watch import watch_attention
+from attnkit.core.inputs import Inputs
+from attnkit.core.kernels.reference import reference_attention
+from attnkit.core.running import evaluating
+
+
+def examine_model(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Row], list[Fault]]:
+    """A row for each attention that runs in `model(*inputs)`, in evaluation mode: its output, and
+    the gradients that its function gives, against the definition in float64.
+
+    Raises:
+        ValueError: the model ran no attention that is seen (`attnkit.core.capture`).
+    """
+    rows, faults = [], []
+    with evaluating(model), watch_attention(model) as calls:
+        model(*inputs)
+    for call in calls:
+        if isinstance(call, AttentionCall):
+            like, found = call.query, _differences(call)
+            said = f"{' × '.join(map(str, like.shape))}, mask={call.inputs.mask}"
+        else:
+            like, found = call.weights, _of_edges(call)
+            said = f"{call.num_nodes[1]} nodes, {len(like)} edges, {call.num_heads} heads"
+        dtype, device = str(like.dtype).removeprefix("torch."), str(like.device)
+        name = f"{call.layer or 'the model'} ({call.tap})"
+        limit = torch.finfo(like.dtype).eps ** 0.75
+        cells = {}
+        for what, (worst, which) in found.items():
+            cells[what] = f"{worst:.0e}" if worst <= limit else "WRONG"
+            if not worst <= limit:
+                seen = f"{said}: {which} differs by {worst:.1e}"
+                faults.append(Fault(f"{name}, {dtype} on {device}", what, "fail", seen))
+        rows.append(Row(name, device, dtype, 1, cells))
+    return rows, faults
+
+
+def _differences(call: AttentionCall) -> dict[str, tuple[float, str]]:
+    if call.inputs.dropout_p or call.inputs.normalizer.draws:
+        return {}  # drawn numbers have no definition
+    inputs = call.inputs
+    given = {"query": call.query, "key": call.key, "value": call.value}
+    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
+    bias = None if inputs.bias is None else inputs.bias.detach().double()
+    definition = reference_attention(replace(inputs, bias=bias, **exact))
+    found = {"output": (difference(call.output.detach(), definition.detach()), "the output")}
+    # computed again: what a model hands on may be another tensor than what its kernel was given
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in given.items()}
+    output = _computed(call.tap, replace(inputs, **leaves))
+    if output.requires_grad:
+        towards = torch.randn(output.shape, dtype=torch.float64, device=output.device)
+        got = torch.autograd.grad(output, leaves.values(), towards.to(output))
+        right = torch.autograd.grad(definition, exact.values(), towards)
+        largest = max(tensor.abs().max().item() for tensor in right) or 1.0
+        errors = {
+            name: ((was.double() - should).abs().max() / largest).nan_to_num(inf).item()
+            for name, was, should in zip(given, got, right, strict=True)
+        }
+        worst = max(errors, key=errors.__getitem__)
+        found["gradients"] = errors[worst], f"the gradient of {worst}"
+    return found
+
+
+def _of_edges(call: EdgeCall) -> dict[str, tuple[float, str]]:
+    """Of a layer whose values are kept, the output; of others the weights of a node's edges, whose
+    sum is 1."""
+    source, target = call.edge_index
+    weights = call.weights.double()
+    sums = weights.new_zeros(call.num_nodes[1], call.num_heads).index_add(0, target, weights)
+    if call.value is None:
+        found = sums[target], torch.ones_like(weights), "the sum of a node's weights"
+    elif call.edge_features is None:
+        sent = weights.T[:, :, None] * call.value.double()[:, source]
+        expected = sent.new_zeros(call.seen_in.shape[1:]).index_add(1, target, sent)
+        found = call.seen_in[0], expected, "the output"
+    else:
+        return {}
+    actual, right, which = found
+    return {"output": (difference(actual.detach(), right.detach()), which)}
+
+
+def _computed(tap: str, inputs: Inputs) -> Tensor:
+    """The output of the function that the model calls."""
+    tensors = inputs.query, inputs.key, inputs.value
+    if tap == "attend":
+        names = ("score", "mask", "bias", "normalizer", "edge_features", "sink")
+        return attend(*tensors, **{name: getattr(inputs, name) for name in names})
+    return F.scaled_dot_product_attention(
+        *tensors, attn_mask=inputs.attn_mask(), scale=inputs.scale, enable_gqa=inputs.is_grouped
+    )
