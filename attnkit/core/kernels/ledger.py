@@ -23,11 +23,10 @@ was traced, and an exported one, which is for other machines, never depends on t
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -186,16 +185,17 @@ def about(inputs: Inputs) -> tuple[tuple[str, ...], Timed | None]:
     """The kernels that were found wrong for an attention, and its times if there are any."""
     device = inputs.query.device
     if torch.compiler.is_compiling():
-        is_told = not torch.compiler.is_exporting() and _speaks_of(str(device))
-        return _wrong_in_program(str(device), kind_of(inputs)) if is_told else (), None
+        if torch.compiler.is_exporting() or not _speaks_of(str(device)):
+            return (), None
+        return _wrong_in_program(str(device), kind_of(inputs)), None
     if _is_silent:
         return (), None
     known = _devices.get(device) or known_of(device)
-    if not (known.found or known.times):
+    if not (known.found or known.times) or torch.jit.is_tracing():
         return (), None
     kind = kind_of(inputs)
-    size = size_of(inputs) if known.times else None
     wrong = tuple(known.wrong(kind)) if known.found else ()
+    size = size_of(inputs) if known.times else None
     return wrong, None if size is None else known.times.get((kind, size))
 
 
@@ -391,36 +391,30 @@ def _parsed(file: Path) -> dict[str, Known]:
 
 
 def _known(entry: Any) -> Known:
-    found, times = (
-        [kind(**{name: read(old[name]) for name, read in parts.items()}) for old in entry[key]]
-        for key, (kind, parts) in _ENTRIES.items()
-    )
+    found = [
+        Wrong(kind=_kind(old), **{name: _is(str, old[name]) for name in _TEXTS})
+        for old in _is(list, entry["found"])
+    ]
+    times = [
+        Timed(
+            kind=_kind(old),
+            size=tuple([_is(int, number) for number in _is(list, old["size"])]),
+            seconds={name: float(taken) for name, taken in old["seconds"].items()},
+            date=_is(str, old["date"]),
+        )
+        for old in _is(list, entry["times"])
+    ]
     return Known(tuple(found), {(timed.kind, timed.size): timed for timed in times})
+
+
+_TEXTS = "kernel", "what", "seen", "date"
+
+
+def _kind(entry: Any) -> Kind:
+    return frozenset([_is(str, feature) for feature in _is(list, entry["kind"])])
 
 
 def _is(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise ValueError(f"expected {kind.__name__}, got {value!r}")
     return value
-
-
-def _all(kind: type, values: Any) -> list[Any]:
-    return [_is(kind, value) for value in _is(list, values)]
-
-
-_text, _kind = partial(_is, str), lambda given: frozenset(_all(str, given))
-_ENTRIES: dict[str, tuple[type, dict[str, Callable[[Any], Any]]]] = {
-    "found": (
-        Wrong,
-        {"kernel": _text, "kind": _kind, "what": _text, "seen": _text, "date": _text},
-    ),
-    "times": (
-        Timed,
-        {
-            "kind": _kind,
-            "size": lambda given: tuple(_all(int, given)),
-            "seconds": lambda given: {name: _is(float, given[name]) for name in _is(dict, given)},
-            "date": _text,
-        },
-    ),
-}
