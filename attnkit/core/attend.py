@@ -69,8 +69,8 @@ def attend(
             that `attnkit doctor` found wrong on this machine, and a faster one if it measured so;
             "edges_triton", "edges_numba", "edges", "varlen", "block_sparse", "flex", "flash",
             "cudnn", "efficient", "linear", "delta_rule", "blockwise", "hard", "math" or
-            "reference" forces one, whatever was found. `attnkit.explain_backends` tells which can, and why the others
-            cannot.
+            "reference" forces one, whatever was found. `attnkit.explain_backends` tells which can,
+            and why the others cannot.
 
     Returns:
         The averages, in the dtype of the inputs (under autocast, in that of autocast).

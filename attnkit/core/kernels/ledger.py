@@ -23,8 +23,8 @@ was traced, and an exported one, which is for other machines, never depends on t
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -249,7 +249,7 @@ def path() -> Path | None:
     given = os.environ.get(VARIABLE, "")
     if given.lower() == "off":
         return None
-    from attnkit.core.files import cache_folder
+    from attnkit.core.operators.files import cache_folder
 
     try:
         return Path(given).expanduser() if given else cache_folder() / "ledger.json"
@@ -304,7 +304,7 @@ def record(
     Raises:
         LedgerError: it cannot be written, or what is there is no ledger; nothing is changed then.
     """
-    from attnkit.core.files import replacing
+    from attnkit.core.operators.files import alone, replacing
 
     file, found = path(), tuple(found)
     if file is None:
@@ -312,7 +312,7 @@ def record(
     looked_at = {*checked, *((wrong.kernel, wrong.kind) for wrong in found)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _lock, _alone(file.parent):
+        with _lock, alone(file.parent):
             machines, key = _parsed(file) if file.exists() else {}, machine(device)
             before = machines.get(key, NOTHING)
             kept = [old for old in before.found if (old.kernel, old.kind) not in looked_at]
@@ -330,20 +330,6 @@ def record(
         raise LedgerError(f"{error}; delete it, or set {VARIABLE} to another file") from error
     reload()
     return file
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """In the block no other process changes a ledger in the folder, where folders can be locked."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _read() -> dict[str, Known]:

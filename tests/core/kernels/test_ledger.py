@@ -591,7 +591,7 @@ def test_nothing_is_loaded_for_it(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["attnkit.core.files"]
+    assert done.stdout.split() == ["attnkit.core.operators.files"]
     assert [*tmp_path.iterdir()] == []
 
 
