@@ -65,11 +65,12 @@ def attend(
         sink: a logit s for each query head, which takes weight and has no value (the learned sinks
             of gpt-oss, OpenAI 2025): weight_ij = e^score_ij / (e^s + Σ_j e^score_ij). Only with
             softmax; −∞ is none.
-        backend: "auto" takes the first kernel that can compute this and is worthwhile;
+        backend: "auto" takes the first kernel that can compute this and is worthwhile, but none
+            that `attnkit doctor` found wrong on this machine, and a faster one if it measured so;
             "edges_triton", "edges_numba", "edges", "varlen", "block_sparse", "flex", "flash",
             "cudnn", "efficient", "linear", "delta_rule", "blockwise", "hard", "math" or
-            "reference" forces one. `attnkit.explain_backends` tells which can, and why the others
-            cannot.
+            "reference" forces one, whatever was found. `attnkit.explain_backends` tells which can,
+            and why the others cannot.
 
     Returns:
         The averages, in the dtype of the inputs (under autocast, in that of autocast).

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnkit.core.files import replacing
+from attnkit.core.operators.files import replacing
 from attnkit.lightning.errors import UserError
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data, Dataset
 
 from attnkit.core.arguments import held_out
-from attnkit.core.files import cache_folder
 from attnkit.core.nearest import nearest
+from attnkit.core.operators.files import cache_folder
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.tasks.graphs.data import GraphDataModule
 from attnkit.tasks.graphs.pickles import only_data

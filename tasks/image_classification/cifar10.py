@@ -10,7 +10,7 @@ import torch
 from torchvision.datasets import CIFAR10
 
 from attnkit.core.arguments import existing
-from attnkit.core.files import cache_folder
+from attnkit.core.operators.files import cache_folder
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.image_classification.augment import Augment, shipped_augment
 from attnkit.tasks.image_classification.data import ImageDataModule

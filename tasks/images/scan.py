@@ -13,7 +13,7 @@ import torch
 from lightning import Trainer
 from torch import Tensor
 
-from attnkit.core.files import cache_folder, replacing
+from attnkit.core.operators.files import cache_folder, replacing
 from attnkit.tasks.images.data import fit_of, module_of
 from attnkit.tasks.images.decode import FULL_RANGES, Pixels, decode_files, header_size
 from attnkit.tasks.images.depths import lines as depth_lines

@@ -63,7 +63,7 @@ PLACES = {
     "efficient": Place("sdpa.Efficient"),
     "linear": Place("linear.LinearKernel", normalizer=Linear),
     "delta_rule": Place("delta_rule.DeltaRuleKernel", normalizer=DeltaRule),
-    "blockwise": Place("blockwise.Blockwise"),
+    "blockwise": Place("reference.Blockwise"),
     "hard": Place("hard.HardKernel", normalizer=Hard),
     "math": Place("sdpa.Math"),
     "reference": Place("reference.Reference", normalizer=Normalizer),

@@ -23,11 +23,10 @@ was traced, and an exported one, which is for other machines, never depends on t
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -186,16 +185,17 @@ def about(inputs: Inputs) -> tuple[tuple[str, ...], Timed | None]:
     """The kernels that were found wrong for an attention, and its times if there are any."""
     device = inputs.query.device
     if torch.compiler.is_compiling():
-        is_told = not torch.compiler.is_exporting() and _speaks_of(str(device))
-        return _wrong_in_program(str(device), kind_of(inputs)) if is_told else (), None
+        if torch.compiler.is_exporting() or not _speaks_of(str(device)):
+            return (), None
+        return _wrong_in_program(str(device), kind_of(inputs)), None
     if _is_silent:
         return (), None
     known = _devices.get(device) or known_of(device)
-    if not (known.found or known.times):
+    if not (known.found or known.times) or torch.jit.is_tracing():
         return (), None
     kind = kind_of(inputs)
-    size = size_of(inputs) if known.times else None
     wrong = tuple(known.wrong(kind)) if known.found else ()
+    size = size_of(inputs) if known.times else None
     return wrong, None if size is None else known.times.get((kind, size))
 
 
@@ -249,7 +249,7 @@ def path() -> Path | None:
     given = os.environ.get(VARIABLE, "")
     if given.lower() == "off":
         return None
-    from attnkit.core.files import cache_folder
+    from attnkit.core.operators.files import cache_folder
 
     try:
         return Path(given).expanduser() if given else cache_folder() / "ledger.json"
@@ -304,7 +304,7 @@ def record(
     Raises:
         LedgerError: it cannot be written, or what is there is no ledger; nothing is changed then.
     """
-    from attnkit.core.files import replacing
+    from attnkit.core.operators.files import alone, replacing
 
     file, found = path(), tuple(found)
     if file is None:
@@ -312,7 +312,7 @@ def record(
     looked_at = {*checked, *((wrong.kernel, wrong.kind) for wrong in found)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with _lock, _alone(file.parent):
+        with _lock, alone(file.parent):
             machines, key = _parsed(file) if file.exists() else {}, machine(device)
             before = machines.get(key, NOTHING)
             kept = [old for old in before.found if (old.kernel, old.kind) not in looked_at]
@@ -330,20 +330,6 @@ def record(
         raise LedgerError(f"{error}; delete it, or set {VARIABLE} to another file") from error
     reload()
     return file
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """In the block no other process changes a ledger in the folder, where folders can be locked."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _read() -> dict[str, Known]:
@@ -391,36 +377,30 @@ def _parsed(file: Path) -> dict[str, Known]:
 
 
 def _known(entry: Any) -> Known:
-    found, times = (
-        [kind(**{name: read(old[name]) for name, read in parts.items()}) for old in entry[key]]
-        for key, (kind, parts) in _ENTRIES.items()
-    )
+    found = [
+        Wrong(kind=_kind(old), **{name: _is(str, old[name]) for name in _TEXTS})
+        for old in _is(list, entry["found"])
+    ]
+    times = [
+        Timed(
+            kind=_kind(old),
+            size=tuple([_is(int, number) for number in _is(list, old["size"])]),
+            seconds={name: float(taken) for name, taken in old["seconds"].items()},
+            date=_is(str, old["date"]),
+        )
+        for old in _is(list, entry["times"])
+    ]
     return Known(tuple(found), {(timed.kind, timed.size): timed for timed in times})
+
+
+_TEXTS = "kernel", "what", "seen", "date"
+
+
+def _kind(entry: Any) -> Kind:
+    return frozenset([_is(str, feature) for feature in _is(list, entry["kind"])])
 
 
 def _is(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise ValueError(f"expected {kind.__name__}, got {value!r}")
     return value
-
-
-def _all(kind: type, values: Any) -> list[Any]:
-    return [_is(kind, value) for value in _is(list, values)]
-
-
-_text, _kind = partial(_is, str), lambda given: frozenset(_all(str, given))
-_ENTRIES: dict[str, tuple[type, dict[str, Callable[[Any], Any]]]] = {
-    "found": (
-        Wrong,
-        {"kernel": _text, "kind": _kind, "what": _text, "seen": _text, "date": _text},
-    ),
-    "times": (
-        Timed,
-        {
-            "kind": _kind,
-            "size": lambda given: tuple(_all(int, given)),
-            "seconds": lambda given: {name: _is(float, given[name]) for name in _is(dict, given)},
-            "date": _text,
-        },
-    ),
-}

@@ -1,4 +1,5 @@
-"""The definition of attention, written plainly; every kernel is held against it."""
+"""The definition of attention, written plainly, against which every kernel is held; and the same in
+blocks of queries, so that queries × keys memory is never taken."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs, in_high_precision
-from attnkit.core.kernels.base import Backend
+from attnkit.core.kernels.base import Backend, empty_reasons
+from attnkit.core.kernels.recompute import in_blocks
 from attnkit.core.masks.edges import Edges
-from attnkit.core.normalizers import Normalizer, Softmax
+from attnkit.core.normalizers import Normalizer, Softmax, masked_scores, revived, softmax
 from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.kinds import Score
 
@@ -124,3 +126,31 @@ class Reference(Backend):
 
     def compute(self, inputs: Inputs) -> Tensor:
         return reference_attention(inputs)
+
+
+class Blockwise(Backend):
+    """Any score in blocks of queries; the backward computes all but a few again: no queries × keys
+    memory.
+
+    Computed in float32 (float64 if the inputs are).
+    """
+
+    name = "blockwise"
+    has_all_derivatives = True
+    has_sink = True
+
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        return empty_reasons(inputs)
+
+    def compute(self, inputs: Inputs) -> Tensor:
+        (output,) = in_blocks(inputs, _attended, skips=True)
+        return output.to(inputs.query.dtype)
+
+
+def _attended(block: Inputs, allowed: Tensor | None) -> tuple[Tensor]:
+    scores = masked_scores(block, allowed)
+    if block.sink is not None:
+        return (F.dropout(softmax(scores, block.sink), block.dropout_p) @ block.value,)
+    scores, dead = revived(scores)
+    weights = F.dropout(scores.softmax(dim=-1), block.dropout_p)
+    return ((weights @ block.value).masked_fill(dead, 0.0),)

@@ -268,7 +268,7 @@ def test_an_error_while_writing_leaves_the_file_before(tmp_path):
 
 
 def test_file_systems_without_nameless_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnkit.core.files._without_name", lambda folder: None)
+    monkeypatch.setattr("attnkit.core.operators.files._without_name", lambda folder: None)
     with replacing(tmp_path / "a") as file:
         file.write(b"whole")
         assert len(list(tmp_path.iterdir())) == 1

@@ -44,6 +44,21 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         beside.unlink(missing_ok=True)
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """In the block no other process is in such a block of this folder, where folders can be locked:
+    to read a file, and write it anew with something added."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _remove_leftovers(final: Path) -> None:
     """Remove files beside `final` of processes that have ended."""
     prefix = f".{final.name}."
