@@ -13,7 +13,7 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("tutorials/*.md")),
-         *(ROOT / "docs" / name for name in ("index.md", "attention.md"))]  # fmt: skip
+         *(ROOT / "docs" / name for name in ("index.md", "attention.md", "doctor.md"))]  # fmt: skip
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [(page, *block) for page in PAGES for block in BLOCK.findall(page.read_text())]
 

@@ -50,7 +50,7 @@ def command(argv: Sequence[str]) -> int:
         _shown(1.0, "")
     print(report)
     if ledger.path() is not None:
-        print(f"backend=\"auto\" obeys this here: {ledger.path()}")
+        print(f'backend="auto" obeys this here: {ledger.path()}')
     if args.markdown:
         args.markdown.write_text(report.markdown() + "\n", encoding="utf-8")
     if args.json:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from attnkit.checks.doctor.cases import DEFINED, HEAD, Case
+from attnkit.checks.doctor.cases import DEFINED, HEAD, PACKED, Case
 from attnkit.core.kernels.choose import PLACES
 from attnkit.core.normalizers import Softmax
 
@@ -61,9 +61,7 @@ def attentions(device: str) -> Iterator[Attention]:
     for name, place in PLACES.items():
         if place.normalizer is Softmax or name == "reference":
             lines = _attend(f'backend="{name}"')
-            yield Attention(
-                f"attnkit {name}", lines, "import attnkit\n", is_ours=True, kernel=name
-            )
+            yield Attention(f"attnkit {name}", lines, "import attnkit\n", is_ours=True, kernel=name)
     yield Attention("attnkit auto", _attend(""), "import attnkit\n", is_ours=True)
     kinds = {"FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "efficient", "MATH": "math"}
     if device == "cuda":
@@ -93,7 +91,7 @@ _MASKS = {
     "causal": 'attnkit.Causal(align="bottom_right")',
     "padding": "attnkit.Padding(allowed[:, 0, 0])",
     "dense": "allowed",
-    "window": "attnkit.Window(8, 8)",
+    "window": 'attnkit.Window(8, 8, align="bottom_right")',
     "packed": "attnkit.Packed(torch.tensor({lengths}), torch.tensor({key_lengths}))",
     "edges": "attnkit.Edges(allowed[0, 0].nonzero().T.flip(0), {queries}, {keys})",
 }
@@ -101,7 +99,11 @@ _MASKS = {
 
 def _attend(backend: str) -> Lines:
     def lines(case: Case) -> str:
-        parts = [[min(40, n - start) for start in range(0, n, 40)] for n in (case.queries, case.keys)]
+        starts = range(0, max(case.queries, case.keys), PACKED)
+        parts = [
+            [min(max(number - start, 0), PACKED) for start in starts]
+            for number in (case.queries, case.keys)
+        ]
         mask = _MASKS[case.mask].format(
             lengths=parts[0], key_lengths=parts[1], queries=case.queries, keys=case.keys
         )
@@ -226,7 +228,7 @@ _PYG = {
     "GATv2Conv": _SCORED.replace(
         "SCORES",
         "F.leaky_relu(exact['query'][:, :, :, None] + exact['value'][:, :, None], 0.2)\n"
-        'scores = (scores * vector[:, None, None]).sum(dim=-1)',
+        "scores = (scores * vector[:, None, None]).sum(dim=-1)",
     ),
     "GATConv": _SCORED.replace(
         "SCORES",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf, log2
 from typing import Any
@@ -132,7 +132,9 @@ class Examination:
             names: Names = {}
             mask = (self.attention.lines(case) or "").split("\noutput")[0]
             exec(f"{HEAD}{self.attention.imports}{tensors}{mask}", names)
-            kind = ledger.kind_of(inputs_of(names)) - (frozenset() if what == "gradients" else {"gradient"})
+            kind = ledger.kind_of(inputs_of(names)) - (
+                frozenset() if what == "gradients" else {"gradient"}
+            )
             self.wrong.append(ledger.Wrong(self.attention.kernel, kind, what, seen))
 
     def printed(self, case: Case) -> str:
@@ -177,10 +179,10 @@ class Examination:
             said = f"the shape {list(output.shape)}, expected {list(expected.shape)}"
             return {"output": (inf, said)}
         alive = names["allowed"].cpu().any(dim=-1, keepdim=True).expand_as(expected[..., :1])
-        error = (output - expected).abs() / _largest([expected])
-        found = {"output": _worst(error.masked_fill(~alive, 0.0), "output", tolerance(case))}
+        errors = (output - expected).abs() / _largest([expected])
+        found = {"output": _worst(errors.masked_fill(~alive, 0.0), "output", tolerance(case))}
         if not alive.all():
-            difference, _ = _worst(error.masked_fill(alive, 0.0), "", inf)
+            difference, _ = _worst(errors.masked_fill(alive, 0.0), "", inf)
             seen = f"{difference:.1e}" if difference < inf else "NaN"
             found["dead rows"] = difference, f"{seen} where 0 is expected"
         if names["got"] is not None and (alive.all() or self.attention.is_ours):
@@ -213,9 +215,7 @@ class Examination:
                 3 * case.heads * case.dim,
                 call=_unmasked if is_causal else _masked,
                 causal=is_causal,
-                checks=[
-                    check for check in COLUMNS if is_causal or check != "causality"
-                ],
+                checks=[check for check in COLUMNS if is_causal or check != "causality"],
             )
             for finding in report:
                 what = COLUMNS[finding.check]
@@ -261,9 +261,7 @@ class Examination:
         spread = 6 * (case.dropout_p * (1 - case.dropout_p) / number) ** 0.5
         dropped, kept = names["dropped"], names["kept"] * (1 - case.dropout_p)
         columns = names["columns"]
-        backward = _worst(
-            (names["gradient"] - columns).abs() / columns.abs().max(), "", inf
-        )[0]
+        backward = _worst((names["gradient"] - columns).abs() / columns.abs().max(), "", inf)[0]
         said = f"drops {dropped:.4f} of the weights, {case.dropout_p} was asked for"
         if abs(kept - 1) > 2 * tolerance(case):
             said = f"the weights that it keeps are {kept:.4f} of what they should be"
@@ -356,9 +354,7 @@ def _peak(attention: Attention, case: Case) -> float:
         computed(attention, case, "if output.requires_grad:\n    output.sum().backward()\n")
     assert profiler.profiler is not None
     events = [
-        event
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]"
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

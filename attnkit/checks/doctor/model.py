@@ -54,26 +54,34 @@ def _differences(call: AttentionCall) -> dict[str, tuple[float, str]]:
     if call.inputs.dropout_p or call.inputs.normalizer.draws:
         return {}  # drawn numbers have no definition
     inputs = call.inputs
-    given = {"query": call.query, "key": call.key, "value": call.value}
-    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
+    exact = [_leaf(tensor.double()) for tensor in (call.query, call.key, call.value)]
     bias = None if inputs.bias is None else inputs.bias.detach().double()
-    definition = reference_attention(replace(inputs, bias=bias, **exact))
+    definition = reference_attention(_with(replace(inputs, bias=bias), exact))
     found = {"output": (difference(call.output.detach(), definition.detach()), "the output")}
     # computed again: what a model hands on may be another tensor than what its kernel was given
-    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in given.items()}
-    output = _computed(call.tap, replace(inputs, **leaves))
+    leaves = [_leaf(tensor.clone()) for tensor in (call.query, call.key, call.value)]
+    output = _computed(call.tap, _with(inputs, leaves))
     if output.requires_grad:
         towards = torch.randn(output.shape, dtype=torch.float64, device=output.device)
-        got = torch.autograd.grad(output, leaves.values(), towards.to(output))
-        right = torch.autograd.grad(definition, exact.values(), towards)
+        got = torch.autograd.grad(output, leaves, towards.to(output))
+        right = torch.autograd.grad(definition, exact, towards)
         largest = max(tensor.abs().max().item() for tensor in right) or 1.0
         errors = {
             name: ((was.double() - should).abs().max() / largest).nan_to_num(inf).item()
-            for name, was, should in zip(given, got, right, strict=True)
+            for name, was, should in zip(("query", "key", "value"), got, right, strict=True)
         }
         worst = max(errors, key=errors.__getitem__)
         found["gradients"] = errors[worst], f"the gradient of {worst}"
     return found
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _with(inputs: Inputs, tensors: list[Tensor]) -> Inputs:
+    query, key, value = tensors
+    return replace(inputs, query=query, key=key, value=value)
 
 
 def _of_edges(call: EdgeCall) -> dict[str, tuple[float, str]]:

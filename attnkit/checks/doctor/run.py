@@ -16,7 +16,7 @@ from attnkit.checks.doctor.attentions import attentions, devices
 from attnkit.checks.doctor.cases import cases
 from attnkit.checks.doctor.examine import Examination
 from attnkit.checks.doctor.model import examine_model
-from attnkit.checks.doctor.report import DoctorReport
+from attnkit.checks.doctor.report import DoctorReport, Fault, Row
 from attnkit.checks.doctor.times import timed_cases, times
 from attnkit.core.kernels import ledger
 
@@ -42,8 +42,11 @@ def doctor(
     Asked are attnkit's kernels, torch's `scaled_dot_product_attention` by each of its kernels,
     `nn.MultiheadAttention`, FlexAttention, on a GPU `varlen_attn`, and torch_geometric's `GATConv`,
     `GATv2Conv` and `TransformerConv` if it is there. Each computes cases that faults in public
-    needed (`attnkit.checks.doctor.cases`), and output and gradients are held to softmax(q kᵀ · scale
-    + bias) v in float64; `check_attention` then looks at what needs no definition: causality,
+    needed (`attnkit.checks.doctor.cases`), held to float64:
+
+        output = softmax(query · keyᵀ · scale + bias) · value, over the keys that the mask allows
+
+    and so are its gradients. `check_attention` then looks at what needs no definition: causality,
     padding, neighbours in the batch, repetition. Dropout is held to its share and scale.
 
     Args:
@@ -70,14 +73,15 @@ def doctor(
         Examination(attention, device, dtype)
         for device in devices()
         for attention in attentions(device)
-        for dtype in DTYPES[: 2 if quick else 4]
+        for dtype in DTYPES[: 4 if not quick else 1 if attention.is_slow else 2]
         if dtype in attention.dtypes and only in attention.name
     ]
     if not todo:
         names = ", ".join(attention.name for attention in attentions("cpu"))
         raise ValueError(f"only: {only!r} is in none of the names {names}")
     asked = list(cases(quick=quick))
-    rows, faults = [], []
+    rows: list[Row] = []
+    faults: list[Fault] = []
     with _undisturbed():
         if model is not None:
             tell(0.0, type(model).__name__)
@@ -105,7 +109,7 @@ def _record(device: str, todo: list[Examination], *, is_timed: bool, tell: Progr
     here = [each for each in todo if each.device == device and each.attention.kernel]
     found = [wrong for each in here for wrong in each.wrong]
     checked = {(each.attention.kernel, kind) for each in here for kind in each.kinds}
-    timed = []
+    timed: list[ledger.Timed] = []
     if is_timed:
         kernels = [each.attention for each in here if each.dtype == "float32" and each.num_cases]
         chosen = list(timed_cases(device))

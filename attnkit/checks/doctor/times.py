@@ -35,8 +35,8 @@ def times(kernels: Sequence[Attention], case: Case) -> Iterator[Timed]:
         lines = None if attention.kernel in SLOW else attention.lines(case)
         with suppress(Refused):
             if lines is not None:
-                call = lines.split("\n", 1)[1]  # the mask is the same in all calls, as in a model
-                programs[attention.kernel] = call, computed(attention, case)
+                last = lines.split("\n", 1)[1]  # the mask is the same in all calls, as in a model
+                programs[attention.kernel] = last, computed(attention, case)
     for trains in (True, False):
         calls = {kernel: _call(*program, trains) for kernel, program in programs.items()}
         seconds = {kernel: [_seconds(call, case.device)] for kernel, call in calls.items()}
