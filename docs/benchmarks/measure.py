@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+os.environ.setdefault("ATTNKIT_LEDGER", "off")  # figures are those of the rules
+
 
 @dataclass
 class Times:

@@ -213,12 +213,13 @@ def _wrong_in_program(device: str, kind: Kind) -> tuple[str, ...]:
 def leaves_plain_flash() -> bool:
     """`keeps_plain_flash`, after the ledger was read."""
     global keeps_plain_flash
-    known = known_of("cpu")
-    keeps_plain_flash = not (
-        any("flash" in known.wrong(kind) for kind in PLAIN)
-        or any(t.kind in PLAIN and t.faster_than("flash") for t in known.times.values())
-    )
-    return keeps_plain_flash
+    with _lock:
+        known = known_of("cpu")
+        keeps_plain_flash = not (
+            any("flash" in known.wrong(kind) for kind in PLAIN)
+            or any(t.kind in PLAIN and t.faster_than("flash") for t in known.times.values())
+        )
+        return keeps_plain_flash
 
 
 def known_of(device: torch.device | str) -> Known:

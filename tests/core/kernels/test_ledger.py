@@ -600,3 +600,17 @@ def test_a_forced_kernel_is_found_without_the_ledger(file):
     inputs = check_inputs(*tensors())
     assert choose_backend(inputs, "flash").name == "flash"
     assert choose_backend(inputs).name == "blockwise"
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace")
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["plain", "causal"])
+def test_traced_programs_are_for_other_machines(file, mask):
+    def operators():
+        traced = torch.jit.trace(lambda *query: attend(*query, mask=mask), tuple(tensors()))
+        return [node.kind() for node in traced.graph.nodes()]
+
+    expected = operators()
+    assert "aten::scaled_dot_product_attention" in expected
+    ledger.record("cpu", found=[wrong("flash")])
+    assert operators() == expected
+    assert chosen(*tensors(), mask=mask) == "blockwise"
