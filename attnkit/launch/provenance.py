@@ -1,7 +1,7 @@
 """Where a run comes from: origin.json, with an entry for each time that it was started.
 
 Beside config.yaml, which says what is run, it says by which command, on which machine, in which
-versions, and when.
+versions, when, and of which date the ledger was that kernels were chosen by, if there was one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnkit.core.kernels import ledger
 from attnkit.launch.folder import ORIGIN, load_json, save_json
 from attnkit.lightning.versions import versions
 
@@ -41,6 +42,7 @@ def started(folder: Path, command: str, trainer: Trainer, from_data: list[str]) 
         "host": platform.node(),
         "system": platform.platform(),
         "devices": _devices(trainer),
+        "ledger": ledger.known_of(trainer.strategy.root_device).date,
         "python": platform.python_version(),
         "packages": versions() | {"torch": str(sys.modules["torch"].__version__)},
         "git": git_state(Path.cwd()),

@@ -4,9 +4,10 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from attnkit.lightning.console import say
 from attnkit.lightning.errors import first_line
-from attnkit.tasks.images.keys import keys_of
 from attnkit.tasks.images.sizes import Fit, Size, sides
 
 # Small files are read faster than a thread is woken: threads take them by the handful.
@@ -277,6 +277,15 @@ def decode_files(
             raise
     failures, depths = dict(sorted(failures.items())), dict(sorted(depths.items()))
     return Pixels(images, sums, grey, keys, failures, depths, pictures)
+
+
+def keys_of(contents: Iterable[bytes]) -> Tensor:
+    """int64 [contents], the same for equal ones, under any name, in any folder and any process.
+
+    Of 64 bits: among a million different contents two share theirs with a probability of 3e-8.
+    """
+    digests = [blake2b(content, digest_size=8).digest() for content in contents]
+    return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests]).long()
 
 
 def pixel_sums(images: Tensor) -> Tensor:

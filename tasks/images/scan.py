@@ -20,7 +20,6 @@ from attnkit.tasks.images.depths import lines as depth_lines
 from attnkit.tasks.images.depths import range_of
 from attnkit.tasks.images.equal import equal_lines
 from attnkit.tasks.images.folder import Files, report_failures, say_once
-from attnkit.tasks.images.keys import first_of_equal
 from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages, Pictures
 from attnkit.tasks.images.shared import key_of_files, shared
 from attnkit.tasks.images.sizes import Fit, default_image_size, least_area, sides
@@ -167,3 +166,9 @@ def check_files(paths: list[str], fit: Fit, channels: int, *, keep: bool, title:
     with contextlib.suppress(OSError, RuntimeError), replacing(file) as part:
         torch.save(found, part)
     return pixels
+
+
+def first_of_equal(keys: Tensor) -> list[int]:
+    """Of each content the number of the first with the same key."""
+    firsts: dict[int, int] = {}
+    return [firsts.setdefault(key, number) for number, key in enumerate(keys.tolist())]

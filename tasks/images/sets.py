@@ -15,12 +15,12 @@ from attnkit.lightning.errors import RunError
 from attnkit.tasks.images.decode import (
     UndecodableImageError,
     as_picture,
+    keys_of,
     pixel_sums,
     read_image,
     read_picture,
     to_channels,
 )
-from attnkit.tasks.images.keys import keys_of
 from attnkit.tasks.images.sizes import Fit, Size, sides
 
 _CHUNK = 4096

@@ -108,6 +108,11 @@ class Known:
     found: tuple[Wrong, ...] = ()
     times: Mapping[tuple[Kind, Size], Timed] = field(default_factory=dict)
 
+    @property
+    def date(self) -> str | None:
+        """Of the last entry."""
+        return max((entry.date for entry in (*self.found, *self.times.values())), default=None)
+
     def wrong(self, kind: Kind) -> dict[str, Wrong]:
         """By its name, each kernel that is left out for attention of a kind. The reference is the
         definition, and never is."""
