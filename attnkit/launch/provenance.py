@@ -42,7 +42,6 @@ def started(folder: Path, command: str, trainer: Trainer, from_data: list[str]) 
         "host": platform.node(),
         "system": platform.platform(),
         "devices": _devices(trainer),
-        "ledger": ledger.known_of(trainer.strategy.root_device).date,
         "python": platform.python_version(),
         "packages": versions() | {"torch": str(sys.modules["torch"].__version__)},
         "git": git_state(Path.cwd()),
@@ -105,7 +104,7 @@ def _devices(trainer: Trainer) -> dict[str, Any]:
     if device.type == "cuda":
         torch = sys.modules["torch"]
         found |= {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return found
+    return found | {"ledger": ledger.known_of(device).date}
 
 
 def _now() -> str:
