@@ -89,7 +89,7 @@ class Examination:
         self.wrong: list[ledger.Wrong] = []
 
     def row(self) -> Row:
-        worst = {what: "0" if not found else f"{found:.0e}" for what, found in self.worst.items()}
+        worst = {what: _said(found) for what, found in self.worst.items()}
         faults = {fault.what: fault.verdict for fault in reversed(self.faults)}
         cells = self.cells | worst
         for what, verdict in sorted(faults.items(), key=lambda item: item[1] == "fail"):
@@ -332,6 +332,12 @@ def _is_served(attention: Attention, case: Case) -> bool:
     except Refused:
         return False
     return True
+
+
+def _said(difference: float) -> str:
+    if difference == inf:
+        return "NaN"
+    return f"{difference:.0e}" if difference else "0"
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:

@@ -30,6 +30,8 @@ def run_tasks(tasks: Sequence[Callable[[], Finish | None]]) -> None:
     from its core delays no more than the task it has. What a task returns is called in the order
     of the tasks, one at a time, so that sums do not depend on the threads.
     """
+    if not tasks:
+        return
     helpers = min(torch.get_num_threads(), len(tasks)) - 1
     left = iter(enumerate(tasks))
     lock = Lock()

@@ -357,6 +357,7 @@ class _Job:
         return work <= ALONE
 
 
+@cache
 def _compiled() -> Any:
     """The kernels, imported where they are used: numba takes half a second."""
     from attnkit.core.kernels.edges import numba_kernels
