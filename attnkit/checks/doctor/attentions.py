@@ -48,7 +48,8 @@ class Attention:
     def program(self, case: Case) -> str | None:
         """The program of a case, up to `output`; None where this attention cannot be asked."""
         lines = self.lines(case)
-        if lines is None or case.dtype not in self.dtypes:
+        is_missing = case.device == "mps" and case.dtype == "float64"
+        if lines is None or is_missing or case.dtype not in self.dtypes:
             return None
         tensors = case.tensors(is_same=self.is_same, is_top_left=self.is_top_left)
         if case.is_rewritten:
@@ -261,4 +262,5 @@ output = output.unflatten(1, ({case.heads}, -1)).transpose(0, 1)[None]"""
 
 def devices() -> tuple[str, ...]:
     """Those that this machine has."""
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return ("cpu", *(device for device, is_there in there.items() if is_there))
