@@ -142,6 +142,19 @@ def test_each_start_has_an_entry(mine, attnkit, hers):
     assert [start["state"] for start in origin("run")["starts"]] == ["stopped", "done"]
 
 
+def test_a_run_from_before_there_were_levels_is_of_the_default_one(attnkit):
+    done = attnkit("task=graph", "--cfg", "job", "--resolve")
+    old = "".join(line for line in done.out.splitlines(True) if not line.startswith("level:"))
+    assert old != done.out
+    Path("old").mkdir()
+    Path("old/config.yaml").write_text(old)
+    done = attnkit("--config", "old", "task=graph", "level=node", "--cfg", "job")
+    assert done.code == 0, done.err
+    done = attnkit("--config", "old", "task=graph", "level=link", "--cfg", "job")
+    assert (done.code, done.out) == (2, "")
+    assert "level=link: that run is of level node" in done.err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
