@@ -10,7 +10,9 @@ import pytest
 import torch
 import yaml
 
+from attnkit.launch.config.compose import Composer
 from attnkit.launch.provenance import git_state
+from attnkit.lightning import UserError
 
 QUICK = (
     "trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "model.dim=24",
@@ -142,17 +144,15 @@ def test_each_start_has_an_entry(mine, attnkit, hers):
     assert [start["state"] for start in origin("run")["starts"]] == ["stopped", "done"]
 
 
-def test_a_run_from_before_there_were_levels_is_of_the_default_one(attnkit):
-    done = attnkit("task=graph", "--cfg", "job", "--resolve")
-    old = "".join(line for line in done.out.splitlines(True) if not line.startswith("level:"))
-    assert old != done.out
-    Path("old").mkdir()
-    Path("old/config.yaml").write_text(old)
-    done = attnkit("--config", "old", "task=graph", "level=node", "--cfg", "job")
-    assert done.code == 0, done.err
-    done = attnkit("--config", "old", "task=graph", "level=link", "--cfg", "job")
-    assert (done.code, done.out) == (2, "")
-    assert "level=link: that run is of level node" in done.err
+def test_a_run_from_before_there_were_levels_is_of_the_default_one():
+    composer = Composer()
+    composed = composer.compose(["task=graph"])
+    assert composed.level == "node"
+    saved = {key: value for key, value in composed.items() if key != "level"}
+    config = composer.overlay(saved, ["task=graph", "level=node", "seed=3"])
+    assert config.seed == 3
+    with pytest.raises(UserError, match="level=link: that run is of level node"):
+        composer.overlay(saved, ["task=graph", "level=link"])
 
 
 @pytest.mark.parametrize(
