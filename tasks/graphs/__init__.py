@@ -22,6 +22,7 @@ from attnkit.tasks.graphs.planetoid import PlanetoidData as PlanetoidData
 from attnkit.tasks.graphs.pyg import PyGData as PyGData
 from attnkit.tasks.graphs.report.attended import NodePredictions as NodePredictions
 from attnkit.tasks.graphs.report.callback import NodeReport as NodeReport
+from attnkit.tasks.graphs.report.links import LinkReport as LinkReport
 from attnkit.tasks.graphs.sampler import InNeighbors as InNeighbors
 from attnkit.tasks.graphs.sampler import Sampled as Sampled
 from attnkit.tasks.graphs.sampler import sample_neighbors as sample_neighbors

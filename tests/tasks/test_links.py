@@ -369,6 +369,20 @@ def test_trains_tests_and_predicts(tmp_path, monkeypatch):
                  "data.batch_size=9", "trainer.max_epochs=2", "run_dir=made"]) == 0  # fmt: skip
     results = json.loads((tmp_path / "made/results.json").read_text())
     assert results["test/hits1"] <= results["test/mrr"] <= 1
+    [batch] = batches(ready(graph), "test")
+    with (tmp_path / "made/scored_pairs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [*("source", "target", "source_name", "target_name", "is_edge"),
+                             "probability"]  # fmt: skip
+    assert rows[0]["target_name"] == f"n{rows[0]['target']}"
+    for kind, pairs in (("1", batch.pairs), ("0", batch.negatives)):
+        some = [row for row in rows if row["is_edge"] == kind]
+        said = torch.tensor([[int(row["source"]), int(row["target"])] for row in some]).T
+        assert len(some) == len(numbers(said)) == min(40, len(numbers(pairs)))  # each pair once
+        assert numbers(said) <= numbers(pairs)
+        probability = [float(row["probability"]) for row in some]
+        assert probability == sorted(probability, reverse=True)
+    assert (tmp_path / "made/link_scores.png").stat().st_size > 9_000
     assert main(["run=predict", "ckpt=made", "run_dir=said", "data.links.top_k=3"]) == 0
     with (tmp_path / "said/predictions.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -134,11 +134,14 @@ class LinkPrediction(ValuesModule):
     def validation_step(self, batch: Data, batch_idx: int) -> None:
         self._rank("val", batch)
 
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._rank("test", batch)
+    def test_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
+        """Of edges and absent pairs `pairs` [2, pairs], `probability` and `is_edge`, 1 or 0."""
+        outputs, truth = self._rank("test", batch)
+        pairs = torch.cat([batch.pairs, batch.negatives], dim=1)
+        return {"pairs": pairs, "probability": outputs[:, 0].sigmoid(), "is_edge": truth[:, 0]}
 
-    def _rank(self, stage: str, batch: Data) -> None:
-        """Count a batch in the metrics of a stage."""
+    def _rank(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
+        """Count a batch in the metrics of a stage; outputs and truth of edges and absent pairs."""
         asked = [batch.pairs, batch.negatives, batch.ranked.flatten(1)]
         scores = self.scores_of(batch)(torch.cat(asked, dim=1)).float()
         edges, negatives, others = scores.split([pairs.shape[1] for pairs in asked])
@@ -153,6 +156,7 @@ class LinkPrediction(ValuesModule):
             else:
                 metric.update(outputs, truth)
             self._log(f"{stage}/{name}", metric, prog_bar=name == "mrr")
+        return outputs, truth
 
     def metrics(self) -> dict[str, Metric]:
         known = super().metrics()
