@@ -49,7 +49,7 @@ def load_saved(path: Path) -> Any:
         UserError: the file names anything else (the name is said), or is broken.
     """
     refuse_stand_in(path)
-    known = [(found, name) for name, found in _KNOWN.items() if name.startswith("numpy")]
+    known: list[Any] = [(found, name) for name, found in _KNOWN.items() if name.startswith("numpy")]
     try:
         with torch.serialization.safe_globals(known):
             saved = torch.load(path, map_location="cpu", weights_only=True)

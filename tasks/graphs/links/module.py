@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from attnkit.core.arguments import at_least
 from attnkit.lightning import UserError
 from attnkit.lightning.modules.values import ValuesModule
+from attnkit.lightning.protocols import Explained
 from attnkit.tasks.graphs.links.absent import present_from
 from attnkit.tasks.graphs.module import beside, check_channels, check_edges, check_readout
 
@@ -125,6 +126,11 @@ class LinkPrediction(ValuesModule):
         if list(found.shape) != shape:
             raise UserError(f"model: expected {what}, {shape}, got {list(found.shape)}")
 
+    def explained(self, batch: Data) -> Explained:
+        """What `attnkit.explain` is given of a graph: the logit of a pair, features and edges."""
+        inputs = {"x": batch.x, "edge_index": batch.edge_index, **beside(self.model, batch)}
+        return Explained(LogitOfPairs(self), inputs, class_names=["edge"], of_pairs=True)
+
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         scores = self.scores_of(batch)(torch.cat([batch.pairs, batch.negatives], dim=1))
         losses = self.losses(*_labelled(scores, batch.pairs.shape[1]))
@@ -187,6 +193,18 @@ class LinkPrediction(ValuesModule):
             else {}
         )
         return {**columns, **named, "probability": probability}
+
+
+class LogitOfPairs(nn.Module):
+    """The logits [pairs, 1] of a `LinkPrediction` as a function of tensors."""
+
+    def __init__(self, module: LinkPrediction) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, edge_index: Tensor, pairs: Tensor, **carried: Tensor) -> Tensor:
+        batch = Data(x=x, edge_index=edge_index, **carried)
+        return self.module.scores_of(batch)(pairs)[:, None]
 
 
 def _labelled(scores: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
