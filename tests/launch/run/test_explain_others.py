@@ -228,7 +228,7 @@ REFUSED = [
     (("ckpt=RUNS/graphs", "explain.pairs=[[1,2]]"), "explain.pairs: expected none for graphs, got"),
     (
         ("ckpt=RUNS/values", "explain.nodes=[5]"),
-        "explain.target: expected which number of a node to explain: lower_left, lower_right; got none",
+        "explain.target: expected which number of a node to explain: lower_left, lower_right;",
     ),
     (("ckpt=RUNS/captions", "explain.method=legrad"), "for sentences, got 'legrad'"),
     (
