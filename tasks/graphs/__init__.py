@@ -14,6 +14,7 @@ from attnkit.tasks.graphs.files.own import GraphFilesData as GraphFilesData
 from attnkit.tasks.graphs.heterophilous import HeterophilousData as HeterophilousData
 from attnkit.tasks.graphs.infection import InfectionData as InfectionData
 from attnkit.tasks.graphs.links.data import Links as Links
+from attnkit.tasks.graphs.links.given import HeldOut as HeldOut
 from attnkit.tasks.graphs.links.module import LinkPrediction as LinkPrediction
 from attnkit.tasks.graphs.neighbors import NeighborBatches as NeighborBatches
 from attnkit.tasks.graphs.nodes.module import NodeClassification as NodeClassification

@@ -142,10 +142,13 @@ class LinkSets:
         self.given = given or {}
         if self.given and self.given.keys() != {"val", "test"}:
             raise UserError(f"data.link_splits: expected val and test, got {', '.join(self.given)}")
-        held = [edge_index]
-        for one in self.given.values():
+        held, known = [edge_index], self._numbers(edge_index)
+        for split, one in self.given.items():
             one.check(self.num_nodes)
             held += [one.pairs] if self.directed else [one.pairs, one.pairs.flip(0)]
+            if count := int(torch.isin(self._numbers(one.pairs), known).sum()):
+                total = one.pairs.shape[1]
+                rank_zero_warn(f"data: {count:,} of {total:,} edges of {split} are trained on, too")
         self.absent = AbsentPairs(torch.cat(held, dim=1), self.num_nodes)
         if not len(self.absent):
             raise UserError(

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 from lightning import Callback, LightningModule, Trainer
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torch import Tensor, distributed
+from torch import Tensor
 from torchmetrics.functional.classification import binary_precision_recall_curve
 
 from attnkit.core.arguments import at_least
+from attnkit.interpret.graphs.picture import empty_figure
 from attnkit.interpret.picture import save
 from attnkit.lightning.files import write_csv
+from attnkit.tasks.graphs.report.attended import gathered
 from attnkit.tasks.graphs.report.pictures import BLUE, RED, plain
 
 _POINTS = 1000  # of the curve, which is as exact as the picture
@@ -43,7 +44,7 @@ class LinkReport(Callback):
         at_least(1, num_pairs=num_pairs)
         self.folder = Path(folder).expanduser().absolute()
         self.num_pairs = num_pairs
-        self._tested: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._tested: list[tuple[Tensor, ...]] = []
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._tested = []
@@ -57,15 +58,11 @@ class LinkReport(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        pairs, probability, is_edge = (outputs[name].cpu() for name in outputs)
-        self._tested.append((pairs, probability, is_edge))
+        names = ("pairs", "probability", "is_edge")
+        self._tested.append(tuple(outputs[name].cpu() for name in names))
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        tested = self._tested
-        if trainer.world_size > 1:
-            parts: list[Any] = [None] * trainer.world_size
-            distributed.all_gather_object(parts, tested)
-            tested = [one for part in parts for one in part]
+        tested = gathered(trainer, self._tested)
         if not trainer.is_global_zero or not tested:
             return
         pairs, probability, is_edge = (torch.cat(part, -1) for part in zip(*tested, strict=True))
@@ -98,8 +95,7 @@ def draw_scores(probability: Tensor, is_edge: Tensor) -> Figure:
     Args:
         probability, is_edge: of each pair, [pairs].
     """
-    figure = Figure(figsize=(8, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)  # no global state, no display
+    figure = empty_figure(8, 3.4)
     left, right = figure.subplots(1, 2)
     bins = np.linspace(0, 1, 41)
     for kind, colour, name in ((1, BLUE, "edges"), (0, RED, "pairs without an edge")):

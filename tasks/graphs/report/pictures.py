@@ -6,9 +6,9 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from attnkit.interpret.graphs.picture import empty_figure
 from attnkit.tasks.graphs.report.neighbourhoods import GroupScore
 
 _TITLES = {
@@ -24,8 +24,7 @@ def draw_groups(scores: Sequence[GroupScore]) -> Figure:
     above them, and the share of each group's largest class."""
     parts = {by: [score for score in scores if score.by == by] for by in _TITLES}
     widths = [max(4, len(part)) for part in parts.values()]
-    figure = Figure(figsize=(0.72 * sum(widths) + 1.6, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)  # no global state, no display
+    figure = empty_figure(0.72 * sum(widths) + 1.6, 3.6)
     panels = figure.subplots(1, 2, width_ratios=widths, sharey=True)
     for panel, (by, part) in zip(panels, parts.items(), strict=True):
         places = range(len(part))
@@ -75,8 +74,7 @@ def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
     }
     degrees = degrees_of(rows)
     width = min(max(3.4, 1.2 + 0.5 * len(layers)), 14)
-    figure = Figure(figsize=(width + 4.2 * bool(degrees), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty_figure(width + 4.2 * bool(degrees), 3.6)
     panels = figure.subplots(1, 1 + bool(degrees), sharey=True, squeeze=False)[0]
     if degrees:
         panels[0].get_gridspec().set_width_ratios([width, 4.2])
