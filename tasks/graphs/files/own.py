@@ -175,18 +175,14 @@ def read_link_splits(
     def pairs(part: Part | None) -> Any:
         return part and read_edges(part, count, names)["edge_index"]
 
-    found = {
-        split: [parts.find(f"{split}_{kind}") for kind in ("edges", "negatives")]
-        for split in SPLITS[1:]
-    }
-    if not any(map(any, found.values())):
+    def held(split: str) -> HeldOut:
+        edges, absent = parts.expect(f"{split}_edges"), parts.find(f"{split}_negatives")
+        return HeldOut(pairs(edges), pairs(absent), edges.where)
+
+    known = [f"{split}_{kind}" for split in SPLITS[1:] for kind in ("edges", "negatives")]
+    if not any(map(parts.find, known)):
         return {}
-    return {
-        split: HeldOut(
-            pairs(parts.expect(f"{split}_edges")), pairs(absent), f"{edges and edges.where}"
-        )
-        for split, (edges, absent) in found.items()
-    }
+    return {split: held(split) for split in SPLITS[1:]}
 
 
 def parts_of_splits(parts: Parts, predicts: bool) -> dict[str, Part]:
