@@ -94,6 +94,9 @@ class GraphQuestion(Target):
             logits = self.ask()
         if self.index is None:
             return
+        between = torch.isin(self.edge_index, self.edge_index.new_tensor(self.nodes))
+        if bool((between.all(dim=0) & (self.edge_index[0] != self.edge_index[1])).any()):
+            self.notes.append("An edge joins the pair in the graph, and carries messages.")
         if is_counted:
             self.num_hops = self._hops_of(logits)
         if self.num_hops is not None:

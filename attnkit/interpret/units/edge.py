@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 class EdgeRow(NamedTuple):
     """An edge: its ends, its number, what part that is of the sum of sizes, and how many steps it
-    takes from its source to the node along the shortest way (1: a neighbour); None of a graph."""
+    takes from its source to the node, or the nearer one of a pair, along the shortest way (1: a
+    neighbour); None of a graph."""
 
     source: int
     target: int

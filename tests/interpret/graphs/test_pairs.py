@@ -55,7 +55,13 @@ def test_occlusion_is_what_the_score_loses_without_an_edge(nodes):
     assert float(seen.probability) == pytest.approx(float(score.sigmoid()), abs=1e-6)
     assert seen.index == pair
     assert seen.top(1)[0].steps in (0, 1, 2)
-    assert "edges reach the pair in 2 steps." in seen.notes[0]
+    assert any("edges reach the pair in 2 steps." in note for note in seen.notes)
+    said = "An edge joins the pair in the graph, and carries messages."
+    apart = edges[:, ~torch.isin(edges, torch.tensor(pair)).all(dim=0)]
+    for own, count in (((4, 9), 1), ((9, 4), 1), ((4, 4), 0)):
+        joined = torch.cat([apart, torch.tensor(own)[:, None]], dim=1)
+        notes = attnkit.explain(model, (x, joined), method="random", index=pair).notes
+        assert notes.count(said) == count
 
 
 def test_the_gradient_finds_what_occlusion_finds():
