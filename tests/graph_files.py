@@ -182,3 +182,57 @@ def write_model(folder):
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "gcn.yaml").write_text(MODEL)
     return folder
+
+
+LINK_NODES = 31
+
+
+def link_arrays(kind):
+    """What the files of a link set of OGB hold: the edges of `raw`, and by split those of its .pt.
+
+    `kind` is "collab", with edges between papers' authors by year, some of which are in several
+    years; "ddi", the same without features; or "citation", of papers that cite others.
+    """
+    random = np.random.default_rng(0)
+    pairs = np.array([(i, j) for i in range(LINK_NODES) for j in range(i) if (i * j + i) % 4 == 1])
+    pairs = random.permutation(pairs)
+    others = np.array([(i, j) for i in range(LINK_NODES) for j in range(i) if (i * j + i) % 4 == 2])
+    others = random.permutation(others)
+    known = {"train": pairs[22:], "valid": pairs[:10], "test": pairs[10:22]}
+    if kind == "citation":
+        splits = {
+            name: {"source_node": edges[:, 0], "target_node": edges[:, 1]}
+            for name, edges in known.items()
+        }
+        for name in ("valid", "test"):
+            beside = random.integers(1, LINK_NODES, (len(known[name]), 19))
+            splits[name]["target_node_neg"] = (known[name][:, 1:] + beside) % LINK_NODES
+        return known["train"], splits
+    known["train"] = np.concatenate([known["train"], known["train"][:5]])
+    known["test"] = np.concatenate([known["test"], known["train"][:2]])  # of a later year again
+    splits = {name: {"edge": edges} for name, edges in known.items()}
+    splits["valid"]["edge_neg"], splits["test"]["edge_neg"] = others[:37], others[37:80]
+    if kind == "collab":
+        for split in splits.values():
+            split["year"] = np.full(len(split["edge"]), 2017)
+            split["weight"] = random.integers(1, 4, len(split["edge"]))
+    return known["train"], splits
+
+
+def write_links(folder, kind="collab"):
+    """A link set of OGB, as it is unpacked."""
+    import torch
+
+    edges, splits = link_arrays(kind)
+    raw, split = folder / "raw", folder / "split" / "time"
+    raw.mkdir(parents=True)
+    split.mkdir(parents=True)
+    tables = {"edge": edges, "num-node-list": [[LINK_NODES]], "num-edge-list": [[len(edges)]]}
+    if kind != "ddi":
+        tables["node-feat"] = np.random.default_rng(1).random((LINK_NODES, 5)).round(3)
+    for name, rows in tables.items():
+        with gzip.open(raw / f"{name}.csv.gz", "wt") as file:
+            file.writelines(",".join(map(str, row)) + "\n" for row in np.asarray(rows).tolist())
+    for name, arrays in splits.items():
+        torch.save(arrays, split / f"{name}.pt")
+    return folder

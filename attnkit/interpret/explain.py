@@ -1,6 +1,6 @@
 """`attnkit.explain`: what a model's answer depends on, or where it looks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -40,7 +40,7 @@ def explain(
     grid: tuple[int, int] | None = None,
     num_prefix_tokens: int | None = None,
     of: Of = "probability",
-    index: int | None = None,
+    index: int | Sequence[int] | None = None,
     num_hops: int | None = None,
     **options: Any,
 ) -> Explanation:
@@ -103,7 +103,8 @@ def explain(
             the sigmoid of a single logit, or the model's output where that sums to 1; "sigmoid" of
             each logit by itself, for several labels; "logit", also of a regression; or a function
             of the logits.
-        index: the node of a graph; None: the model gives one row for the graph.
+        index: the node of a graph, or a pair of nodes, of a model that takes `pairs` [2, pairs] and
+            gives a row for each; None: the model gives one row for the graph.
         num_hops: in how many steps edges of a graph reach the node; None: the model is asked.
         options: of the method: `baseline` and `num_steps` of "integrated_gradients"; `baseline`,
             `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre".
@@ -210,7 +211,7 @@ def _asked(
     of: Of,
     grid: tuple[int, int] | None,
     num_prefix_tokens: int | None,
-    index: int | None,
+    index: int | Sequence[int] | None,
     num_hops: int | None,
 ) -> tuple[Target, Callable[[Any, Tensor], Unit]]:
     """What is asked, and the class of what gets a number, by the model and its inputs.

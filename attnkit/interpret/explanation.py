@@ -110,8 +110,8 @@ class Explanation:
         return self._of("edge").target.candidates
 
     @property
-    def index(self) -> int | None:
-        """The node that was asked about; None: the graph."""
+    def index(self) -> int | tuple[int, ...] | None:
+        """The node, or the pair of nodes, that was asked about; None: the graph."""
         return self._of("edge").target.index
 
     def top(self, k: int = MOST_SHOWN) -> list[Any]:

@@ -171,6 +171,7 @@ def final(job: Job, results: Mapping[str, float]) -> None:
         "confusion": folder / "confusion_matrix.png",
         "nodes": folder / "accuracy_by_neighbourhood.png",
         "entropy": folder / "attention_entropy.png",
+        "links": folder / "link_scores.png",
         "pictures": folder / "interpret",
         "metrics": folder / "metrics.csv",
         "steps": folder / "steps.csv",

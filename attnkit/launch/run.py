@@ -293,7 +293,7 @@ class Run:
     def explain(
         self, num_images: int = 8, *, graph: int | None = None, **options: Any
     ) -> Explanation:
-        """`attnkit.explain` of the first test data, or of a node of a graph by `index`.
+        """`attnkit.explain` of the first test data, or of a node or a pair of nodes by `index`.
 
         Args:
             num_images: how many images at most, from each class in turn.
@@ -312,7 +312,7 @@ class Run:
         given = explained_of(self.module, batch, self.module.device)
         if graph is not None and given.graphs is None:
             raise TypeError(f"graph: expected none for {given.kind}, got {graph}")
-        options = {"target": given.sentences, **options}
+        options = {"target": given.sentences, "of": given.of, **options}
         inputs = given.inputs if given.graphs is None else given.inputs[0]
         return explain(given.model, inputs, **options)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -49,8 +49,10 @@ class Explained:
                 return Explained(self, images, pictures=images, truth=labels)
 
     model: returns logits [batch, classes] of `inputs`; or a captioner; or a model of a graph.
-    inputs: images as the model takes them; (x, edge_index) of a graph whose nodes are explained; or
-        of a model with one answer for a graph a list of these or of dictionaries of arguments.
+    inputs: images as the model takes them; (x, edge_index) of a graph whose nodes are explained; of
+        a graph whose pairs are, a dictionary of arguments, beside `pairs`; or of a model with one
+        answer for a graph a list of these.
+    of: what of an answer is explained, as of `attnkit.explain`.
     pictures: the images as people see them; None: a graph.
     class_names: of the classes, or of a graph's; empty: their numbers.
     truth: the right class of each image, node or graph; below 0 or None: unknown.
@@ -62,6 +64,7 @@ class Explained:
     named: for each sentence, from the place of a word to the mask of what it names; empty: unknown.
     notes: what a reader should know, one sentence each.
     graphs: of a list of graphs their numbers in the data.
+    of_pairs: whether the model answers for pairs of nodes.
     """
 
     model: nn.Module
@@ -77,14 +80,18 @@ class Explained:
     named: Sequence[Mapping[int, Annotated[Tensor, "height width", bool]]] = ()
     notes: list[str] = field(default_factory=list)
     graphs: Sequence[int] | None = None
+    of_pairs: bool = False
+    of: Literal["probability", "sigmoid", "logit"] = "probability"
 
     @property
     def kind(self) -> str:
-        """`images`, `sentences`, `nodes` or `graphs`."""
+        """`images`, `sentences`, `nodes`, `pairs` or `graphs`."""
         if self.sentences is not None:
             return "sentences"
         if self.graphs is not None:
             return "graphs"
+        if self.of_pairs:
+            return "pairs"
         return "nodes" if self.pictures is None else "images"
 
     def name(self, number: int) -> str:

@@ -14,6 +14,7 @@ from attnkit.tasks.graphs.files.own import GraphFilesData as GraphFilesData
 from attnkit.tasks.graphs.heterophilous import HeterophilousData as HeterophilousData
 from attnkit.tasks.graphs.infection import InfectionData as InfectionData
 from attnkit.tasks.graphs.links.data import Links as Links
+from attnkit.tasks.graphs.links.given import HeldOut as HeldOut
 from attnkit.tasks.graphs.links.module import LinkPrediction as LinkPrediction
 from attnkit.tasks.graphs.neighbors import NeighborBatches as NeighborBatches
 from attnkit.tasks.graphs.nodes.module import NodeClassification as NodeClassification
@@ -22,6 +23,7 @@ from attnkit.tasks.graphs.planetoid import PlanetoidData as PlanetoidData
 from attnkit.tasks.graphs.pyg import PyGData as PyGData
 from attnkit.tasks.graphs.report.attended import NodePredictions as NodePredictions
 from attnkit.tasks.graphs.report.callback import NodeReport as NodeReport
+from attnkit.tasks.graphs.report.links import LinkReport as LinkReport
 from attnkit.tasks.graphs.sampler import InNeighbors as InNeighbors
 from attnkit.tasks.graphs.sampler import Sampled as Sampled
 from attnkit.tasks.graphs.sampler import sample_neighbors as sample_neighbors

@@ -30,6 +30,7 @@ from attnkit.tasks.graphs.checks import (
 )
 from attnkit.tasks.graphs.layerwise import Layers
 from attnkit.tasks.graphs.links.data import Links, LinkSets
+from attnkit.tasks.graphs.links.given import HeldOut
 from attnkit.tasks.graphs.neighbors import (
     NeighborBatches,
     in_neighbors,
@@ -146,6 +147,7 @@ class GraphDataModule(SplitData):
         self._keys: Tensor | None = None
         self._num_splits = 0
         self._neighbors: InNeighbors | None = None
+        self.link_splits: dict[str, HeldOut] = {}
         self._link_sets: LinkSets | None = None
 
     @abstractmethod
@@ -155,8 +157,9 @@ class GraphDataModule(SplitData):
         May have edge_attr [edges, channels] and edge_weight [edges], for models that take what is
         called so. To predict (`self.predicts`), y and the masks are not read and may lack.
 
-        May set `class_names`, of the classes, labels or numbers, else these are numbered, and
-        `node_names`, one for each node.
+        May set `class_names`, of the classes, labels or numbers, else these are numbered,
+        `node_names`, one for each node, and with `links` `link_splits`, the edges of "val" and
+        "test" (see `HeldOut`), which the graph then does not have.
         """
 
     def setup(self, stage: str | None = None) -> None:
@@ -201,7 +204,7 @@ class GraphDataModule(SplitData):
             )
         self._graph = data
         if self.links is not None:
-            self._link_sets = LinkSets(data, self.links, self.seed)
+            self._link_sets = LinkSets(data, self.links, self.seed, self.link_splits)
         if self.predicts:
             self.class_names = []  # those of the module count
         elif not self.class_names:
@@ -330,7 +333,7 @@ class GraphDataModule(SplitData):
         if self._graph is None:
             return f"{type(self).__name__} (not set up)"
         if self._link_sets is not None:
-            return "\n".join([type(self).__name__, *self.summary()])
+            return f"{type(self).__name__}: {self._link_sets}"
         kind = "undirected" if self.is_undirected else "directed"
         counts = [int(self.graph[f"{name}_mask"].sum()) for name in SPLITS]
         alike = f", homophily {self.homophily:.2f}" if self.target == "classes" else ""

@@ -42,6 +42,34 @@ def load(path: Path) -> Any:
         raise UserError(f"{path} is not a file of Planetoid: {first_line(error)}") from error
 
 
+def load_saved(path: Path) -> Any:
+    """What `torch.save` wrote of tensors, arrays of numbers and dictionaries; arrays as tensors.
+
+    Raises:
+        UserError: the file names anything else (the name is said), or is broken.
+    """
+    refuse_stand_in(path)
+    known: list[Any] = [(found, name) for name, found in _KNOWN.items() if name.startswith("numpy")]
+    try:
+        with torch.serialization.safe_globals(known):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # a broken pickle can raise anything
+        if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            why = f"it names {named[1]}, which is refused"
+        else:  # what torch's reader said, without its advice to run what the file holds
+            said = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+            why = said.partition("\n")[0].partition(". ")[0] or "it ends early"
+        raise UserError(f"{path} is not a file of tensors and arrays: {why}") from error
+    if not isinstance(saved, dict):
+        return saved
+    return {
+        name: torch.from_numpy(one.array.copy()) if isinstance(one, _Array) else one
+        for name, one in saved.items()
+    }
+
+
 @contextmanager
 def only_data(reader: str) -> Iterator[None]:
     """Inside, whoever unpickles anything but numbers and containers gets an error before it is run.

@@ -83,6 +83,10 @@ def test_labels_are_truths_or_0_and_1(graph_files, tmp_path):
     assert data.class_names == ["ring", "tree"]
     assert data.graphs.y[:, 0].nan_to_num(9).tolist() == [1, 0, 9, 1, 0, 1]
     assert data.graphs.y[:, 1].tolist() == [0, 1, 1, 0, 0, 1]
+    for header in ("1st,tree", "2 legs,True friend"):
+        text = text.replace(text.partition("\n")[0], header)
+        data = ready(written(graph_files, tmp_path / "c", labels=text), target="labels")
+        assert data.class_names == header.split(",")
     made = ready(written(graph_files, tmp_path / "b", labels=np.eye(6, 4), ending="npy"),
                  target="labels")  # fmt: skip
     assert made.class_names == ["0", "1", "2", "3"]
@@ -173,6 +177,9 @@ BAD = {
     "an unknown name": ({"graphs": rows(NAMES[one] for one in OWNERS), "train": rows("abe"),
                          "val": rows("d"), "test": rows(["c", "g"])},
                         "test.csv, line 2: 'g' is not the name of a graph"),
+    "an unknown name alone": ({"graphs": rows(NAMES[one] for one in OWNERS), "train": rows("abe"),
+                               "val": rows("g"), "test": rows("cd")},
+                              "val.csv: expected names of graphs, got 'g' alone, which is none"),
     "several masks": ({"train": rows(["True,True"] * 6)}, r"train.csv: expected a mask .6., got"),
     "a split is missing": ({"val": None}, "has no val"),
     "neither 0 nor 1": ({"labels": "a,b\n" + rows(["0,1"] * 3 + ["1,2"] + ["0,0"] * 2),

@@ -13,6 +13,7 @@ from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch_geometric.data import Data
+from torch_geometric.metrics import LinkPredHitRatio, LinkPredMRR
 from torch_geometric.nn import GCN
 from torch_geometric.transforms import RandomLinkSplit
 from torch_geometric.utils import negative_sampling, to_undirected
@@ -30,7 +31,8 @@ from attnkit.tasks.graphs import (
     NodeClassification,
 )
 from attnkit.tasks.graphs.links.absent import AbsentPairs, present_from
-from attnkit.tasks.graphs.links.module import ranked
+from attnkit.tasks.graphs.links.given import HeldOut
+from attnkit.tasks.graphs.links.module import ranks_of
 
 NODES = 23
 
@@ -43,16 +45,18 @@ def a_graph(directed=False, edges=70, **more):
 
 
 class Made(GraphDataModule):
-    def __init__(self, graph=None, links=None, **options):
-        super().__init__(links=links or Links(num_ranked=7), **{"batch_size": 6, **options})
-        self.made = graph or a_graph()
+    def __init__(self, graph=None, links=None, held=None, **options):
+        links = links or Links(**{} if held else {"num_ranked": 7})
+        super().__init__(links=links, **{"batch_size": 6, **options})
+        self.made, self.held = graph or a_graph(), held
 
     def load(self):
+        self.link_splits = self.held or {}
         return self.made
 
 
-def ready(graph=None, links=None, **options):
-    data = Made(graph, links, **options)
+def ready(graph=None, links=None, held=None, **options):
+    data = Made(graph, links, held, **options)
     data.setup()
     return data
 
@@ -210,17 +214,51 @@ def test_ranks_are_those_by_hand():
     others = torch.tensor([[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [2.0, 2.0, 9.0], [0.0, 0.0, 0.0],
                            [-1.0, 0.6, torch.inf]])  # fmt: skip
     module = LinkPrediction(model(), hits_at=[1, 3])
-    order, places = ranked(edges, others)
+    assert ranks_of(edges, others).tolist() == [1, 3, 4, 4, 3]
+    shared = torch.tensor([2.0, torch.nan, 0.5, -1.0, 2.0])
+    assert ranks_of(edges, shared).tolist() == [2, 4, 4, 6, 5]
     for name, expected in (("mrr", (1 + 1 / 3 + 1 / 4 + 1 / 4 + 1 / 3) / 5), ("hits1", 1 / 5),
                            ("hits3", 3 / 5)):  # fmt: skip
         metric = module.val_metrics[name]
-        metric.update(order, places)
+        metric.update(ranks_of(edges, others))
         torch.testing.assert_close(metric.compute(), torch.tensor(expected))
-        parts = [type(metric)(metric.k) for _ in range(2)]  # two processes with unequal parts
+        parts = [type(metric)(metric.most) for _ in range(2)]  # two processes with unequal parts
         for part, rows in zip(parts, (slice(0, 2), slice(2, 5)), strict=True):
-            part.update(*ranked(edges[rows], others[rows]))
+            part.update(ranks_of(edges[rows], others[rows]))
         parts[0].merge_state(parts[1])
         torch.testing.assert_close(parts[0].compute(), torch.tensor(expected))
+
+
+def test_ranks_are_those_of_pyg_and_of_ogb():
+    edges, others, shared = torch.randn(41), torch.randn(41, 29), torch.randn(29)
+    every = torch.cat([others, edges[:, None]], dim=1).argsort(dim=1, descending=True)
+    rows = torch.arange(41)
+    theirs = {"mrr": LinkPredMRR(99), "hits3": LinkPredHitRatio(3)}
+    module = LinkPrediction(model(), hits_at=[3])
+    for name, metric in theirs.items():
+        metric.update(every, torch.stack([rows, torch.full_like(rows, 29)]))
+        module.val_metrics[name].update(ranks_of(edges, others))
+        torch.testing.assert_close(module.val_metrics[name].compute(), metric.compute())
+    assert float((1 / ranks_of(edges, others)).mean()) == pytest.approx(ogb_mrr(edges, others))
+    for k in (1, 3, 28, 29, 30):
+        found = (ranks_of(edges.round(decimals=1), shared.round(decimals=1)) <= k).float().mean()
+        assert float(found) == pytest.approx(
+            ogb_hits(edges.round(decimals=1), shared.round(decimals=1), k)
+        )
+
+
+def ogb_hits(edges, others, k):
+    """As `_eval_hits` of ogb.linkproppred.Evaluator: of all negatives alike."""
+    if len(others) < k:
+        return 1.0
+    return float((edges.numpy() > np.sort(others.numpy())[-k]).mean())
+
+
+def ogb_mrr(edges, others):
+    """As `_eval_mrr` of ogb.linkproppred.Evaluator: of the negatives of each edge."""
+    edges, others = edges.numpy()[:, None], others.numpy()
+    ranks = 1 + 0.5 * ((others > edges).sum(axis=1) + (others >= edges).sum(axis=1))
+    return float((1 / ranks).mean())
 
 
 class Two(nn.Linear):
@@ -331,6 +369,20 @@ def test_trains_tests_and_predicts(tmp_path, monkeypatch):
                  "data.batch_size=9", "trainer.max_epochs=2", "run_dir=made"]) == 0  # fmt: skip
     results = json.loads((tmp_path / "made/results.json").read_text())
     assert results["test/hits1"] <= results["test/mrr"] <= 1
+    [batch] = batches(ready(graph), "test")
+    with (tmp_path / "made/scored_pairs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [*("source", "target", "source_name", "target_name", "is_edge"),
+                             "probability"]  # fmt: skip
+    assert rows[0]["target_name"] == f"n{rows[0]['target']}"
+    for kind, pairs in (("1", batch.pairs), ("0", batch.negatives)):
+        some = [row for row in rows if row["is_edge"] == kind]
+        said = torch.tensor([[int(row["source"]), int(row["target"])] for row in some]).T
+        assert len(some) == len(numbers(said)) == min(40, len(numbers(pairs)))  # each pair once
+        assert numbers(said) <= numbers(pairs)
+        probability = [float(row["probability"]) for row in some]
+        assert probability == sorted(probability, reverse=True)
+    assert (tmp_path / "made/link_scores.png").stat().st_size > 9_000
     assert main(["run=predict", "ckpt=made", "run_dir=said", "data.links.top_k=3"]) == 0
     with (tmp_path / "said/predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -391,6 +443,13 @@ FEW = Data(x=torch.ones(9, 5), edge_index=to_undirected(torch.tensor([[0, 1, 2],
          r"data.batch_size: expected at most 2\d, half of the \d+ edges to train on: .* got 40"),
         (lambda: LinkPrediction(model(), hits_at=[0]), "hits_at: expected at least 1, got 0"),
         (lambda: LinkPrediction(model(), hits_at=10), r"hits_at: expected a list of ranks .* 10"),
+        (lambda: ready(held={"test": HeldOut(torch.ones(2, 3).long())}),
+         "data.link_splits: expected val and test, got test"),
+        (lambda: ready(held=dict.fromkeys(("val", "test"), HeldOut(torch.ones(3).long()))),
+         r"data: expected edges, int64 \[2, …\], got torch.int64 \[3\]"),
+        (lambda: ready(held=dict.fromkeys(("val", "test"), HeldOut(torch.ones(2, 3).long(),
+                                                                   torch.ones(2, 4, 9).long()))),
+         "data: expected absent pairs of 3 edges, got 4"),
         (lambda: Made(links={"top_k": 1}), "links: expected Links, got dict"),
         (lambda: DigitsGraphData(links=Links(), batch_size=9, num_val=300).setup(),
          "data.num_val: it is for the nodes .* expected 500, got 300"),
@@ -411,6 +470,13 @@ def test_both_directions_of_an_edge_are_held_out_whatever_they_carry():
         for batch in batches(data, split):
             assert not numbers(batch.pairs) & numbers(batch.edge_index)
             torch.testing.assert_close(batch.edge_weight, weights[tuple(batch.edge_index)])
+
+
+def test_a_graph_of_too_few_edges_to_split_is_predicted_and_says_what_it_is():
+    data = Made(FEW)
+    data.setup("predict")
+    assert str(data) == "Made: an undirected graph of 9 nodes with 5 features"
+    assert len(batches(data, "predict")[0].sources) == 9
 
 
 def test_labels_of_the_nodes_are_not_read():

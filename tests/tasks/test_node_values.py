@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch_geometric.data import Data
 
 import attnkit
+from attnkit.interpret.report import Report
 from attnkit.launch.main import main
 from attnkit.lightning import UserError
 from attnkit.tasks.graphs import (
@@ -211,6 +212,30 @@ def test_attention_of_many_graphs_is_refused(tmp_path):
     looks = NodePredictions(tmp_path, attention=True)
     with pytest.raises(UserError, match=r"predict\.attention: expected one graph"):
         quiet(tmp_path, callbacks=[looks]).predict(module_of(data, "labels"), datamodule=data)
+
+
+@pytest.mark.parametrize("target", ["labels", "numbers"])
+def test_each_label_or_number_of_a_node_is_explained(tmp_path, target):
+    data = Random(target=target)
+    data.setup("predict")
+    data.setup("fit")
+    module = module_of(data, target).eval()
+    if target == "numbers":
+        module.mean.fill_(50.0)
+        module.deviation.fill_(9.0)
+    given = module.explained(data.graph)
+    outputs = module(data.graph.x, data.graph.edge_index)[7, 2].detach()
+    seen = attnkit.explain(given.model, given.inputs, 2, index=7, of=given.of)
+    said = outputs.sigmoid() if target == "labels" else outputs
+    assert float(seen.probability) == pytest.approx(float(said), rel=1e-5)
+    kept = seen.edge_index[:, ~(torch.arange(seen.edge_index.shape[1]) == seen.edges.argmax())]
+    without = module(data.graph.x, kept)[7, 2].detach()
+    fidelity = seen.fidelity(ks=[1], num_draws=2)
+    after = without.sigmoid() if target == "labels" else without
+    assert fidelity.rows[0]["plus"] == pytest.approx(float(said - after), abs=1e-3)
+    report = Report(methods=["occlusion"], nodes=[7], target="2", trust="none")
+    [row] = report(given, tmp_path).rows
+    assert (row["class"], row["label"], row["predicted"]) == ("2", None, None)
 
 
 def test_nodes_of_many_graphs_are_not_explained():

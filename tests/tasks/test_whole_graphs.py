@@ -310,6 +310,9 @@ def test_graphs_without_edges_are_not_explained():
     assert how == "shown: 3 of 5 test graphs, from each class in turn"
     with pytest.raises(UserError, match=r"explain.graphs: graph 4 has no edges, which are what"):
         data.to_explain(3, [3, 4])
+    for wrong in ("a", 1.0, -1):
+        with pytest.raises(UserError, match=r"explain.graphs: expected numbers from 0 to \d+, got"):
+            data.to_explain(3, [wrong])
 
 
 def test_accuracy_of_a_test_is_that_of_its_graphs(tmp_path):

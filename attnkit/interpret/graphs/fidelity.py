@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.interpret.graphs.question import GraphQuestion
+from attnkit.interpret.graphs.question import GraphQuestion, Index
 from attnkit.interpret.methods.question import looking
 from attnkit.interpret.quantity import Of, Quantity
 from attnkit.interpret.trust.curves import answers_without
@@ -71,7 +71,7 @@ def edge_fidelity(
     model: nn.Module,
     inputs: Any,
     scores: Annotated[Tensor, "edges"],
-    index: int | None = None,
+    index: Index = None,
     target: int | None = None,
     *,
     ks: Sequence[int] | None = None,
@@ -95,7 +95,8 @@ def edge_fidelity(
         inputs: (x, edge_index, …) or a dictionary; arguments whose names begin with `edge` are
             thinned with the edges.
         scores: of the edges, in their order, from whatever method.
-        index: the node; None: the model gives one row for a graph.
+        index: the node, or a pair of nodes, of a model that takes `pairs`; None: the model gives
+            one row for a graph.
         target: the class; None: the predicted one. A label is that of GraphFramEx's "phenomenon".
         ks: how many edges; None: 1, 2, 4, 8 and 16, as far as there are more.
         num_draws: random orders of the same edges.

@@ -15,7 +15,7 @@ from matplotlib.patches import Circle, FancyArrowPatch
 from torch import Tensor
 
 from attnkit.interpret.graphs.fidelity import EdgeFidelity
-from attnkit.interpret.graphs.question import steps_to
+from attnkit.interpret.graphs.question import Index, nodes_of, steps_to
 from attnkit.lightning.console import in_picture
 
 MOST_RANKED, MOST_EDGES = 24, 120
@@ -64,7 +64,7 @@ class DrawnEdge(NamedTuple):
 class EgoGraph(NamedTuple):
     """What is drawn of a graph.
 
-    asked: the node that is asked for; None: none is.
+    asked: the nodes that are asked for.
     nodes: in the order of their numbers.
     edges: the widest first.
     largest: the size of the number whose edge is widest.
@@ -72,7 +72,7 @@ class EgoGraph(NamedTuple):
     num_left_out: how many edges that can reach the node are not drawn.
     """
 
-    asked: int | None
+    asked: list[int]
     nodes: list[DrawnNode]
     edges: list[DrawnEdge]
     largest: float
@@ -99,7 +99,7 @@ def ego_graph(
     scores: Tensor,
     edge_index: Tensor,
     candidates: Tensor,
-    index: int | None,
+    index: Index,
     most: int = MOST_RANKED,
 ) -> EgoGraph:
     """The edges of the largest numbers, a way from each to the node, and, as the others, the edges
@@ -116,9 +116,7 @@ def ego_graph(
     ends = edge_index.T.tolist()
     steps = steps_to(index, edge_index).tolist()
     taken = dict.fromkeys([*first, *_ways(first, places.tolist(), ends, steps)])
-    nodes = {end for place in taken for end in ends[place]}
-    if index is not None:
-        nodes.add(index)
+    nodes = {end for place in taken for end in ends[place]} | {*nodes_of(index)}
     limit = MOST_EDGES
     if index is None and len(ends) <= MOST_OF_GRAPH:
         limit, nodes = MOST_OF_GRAPH, {end for pair in ends for end in pair}
@@ -133,7 +131,7 @@ def ego_graph(
         source, target = ends[place]
         edges.append(DrawnEdge(place, source, target, score, width))
     return EgoGraph(
-        index,
+        nodes_of(index),
         [DrawnNode(node, *at[node]) for node in sorted(nodes)],
         sorted(edges, key=lambda edge: -edge.width),
         largest,
@@ -177,7 +175,7 @@ def draw_graph(
     font_size = min(9.0, 290 * ego.radius / (0.62 * letters + 0.4))
     circles = {}
     for rank, node in enumerate(ego.nodes, len(ego.edges)):
-        is_asked = node.number == ego.asked
+        is_asked = node.number in ego.asked
         if is_asked:
             ring = Circle((node.x, node.y), 1.35 * ego.radius, fill=False, ec=INK, lw=1.6, zorder=3)
             panel.add_patch(ring)
@@ -243,7 +241,9 @@ def draw_fidelity(panels: Sequence[Axes], fidelity: EdgeFidelity, name: str) -> 
         panel.axhline(p, color=INK, lw=0.8, ls=(0, (4, 3)), label="all edges")
         panel.set_title(title, fontsize=9, loc="left")
         panel.set_ylabel(in_picture(f"{fidelity.quantity.symbol}({name})"), fontsize=8)
-        panel.set(ylim=(-0.03, 1.03), xscale="log" if ks[-1] > 2 else "linear")
+        panel.set_xscale("log" if ks[-1] > 2 else "linear")
+        if fidelity.quantity.symbol == "p":
+            panel.set_ylim(-0.03, 1.03)
         panel.set_xticks(ks, [str(k) for k in ks])
         panel.minorticks_off()
         panel.tick_params(labelsize=8)
@@ -343,7 +343,7 @@ def _ways(
 
 
 def _layout(
-    nodes: list[int], edges: list[list[int]], index: int | None, steps: list[int]
+    nodes: list[int], edges: list[list[int]], index: Index, steps: list[int]
 ) -> dict[int, tuple[float, float]]:
     """Places from −1 to 1 in both directions."""
     network = nx.Graph()

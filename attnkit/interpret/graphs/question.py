@@ -1,4 +1,4 @@
-"""What is asked of a graph: a model, what it is called with, a node and a class."""
+"""What is asked of a graph: a model, what it is called with, a node or a pair, and a class."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -20,19 +20,23 @@ from attnkit.interpret.progress import shown
 from attnkit.interpret.quantity import Of
 from attnkit.layers.graph.attention import GraphAttention
 
+Index = int | Sequence[int] | None
+"""A node; two nodes, of which a model of pairs answers; or the whole graph."""
 UNCHANGED = 1e-4
 """How much two answers of the same edges differ at most, by rounding."""
 
 
 class GraphQuestion(Target):
-    """y is the logit of a class for one node, or for the graph.
+    """y is the logit of a class for one node, for a pair of nodes, or for the graph.
 
     Attributes:
         edge_index: [2, edges], as the caller gave them.
-        index: the node; None: the graph, of which the model gives one row.
+        index: the node; a pair of nodes, given to the model as `pairs` [2, 1], for which it gives
+            one row; None: the graph, of which the model gives one row.
+        nodes: those of the index.
         target, logits: with a first dimension of 1.
-        num_hops: in how many steps what a node knows reaches the node; None: in one, or all edges
-            count, since nodes also see each other without edges.
+        num_hops: in how many steps what a node knows reaches the node, or one of the pair; None: in
+            one, or all edges count, since nodes also see each other without edges.
         candidates: [edges], bool: those that can change y, known after `prepare`.
     """
 
@@ -42,14 +46,14 @@ class GraphQuestion(Target):
         self,
         model: nn.Module,
         inputs: Any,
-        index: int | None = None,
+        index: Index = None,
         target: int | None = None,
         num_hops: int | None = None,
         layers: Layers = None,
         of: Of = "probability",
     ) -> None:
         super().__init__(model, layers, of)
-        self.index, target = _number("index", index), _number("target", target)
+        self.index, target = _index(index), _number("target", target)
         self.target = None if target is None else torch.tensor([target])
         self.num_hops = _number("num_hops", num_hops, least=1)
         self._num_nodes = 0
@@ -65,6 +69,18 @@ class GraphQuestion(Target):
         if not self.num_edges:
             raise ValueError("inputs: a graph without edges")
         self.candidates = torch.ones_like(self.edge_index[0], dtype=torch.bool)
+        if isinstance(self.index, tuple):
+            self._check_pair(self.index)
+
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes that are asked about; none: the graph."""
+        return nodes_of(self.index)
+
+    @property
+    def row(self) -> int:
+        """Which row of what the model returns answers."""
+        return self.index if isinstance(self.index, int) else 0
 
     def prepare(self) -> None:
         """Ask the model, and find which edges can change its answer.
@@ -78,13 +94,16 @@ class GraphQuestion(Target):
             logits = self.ask()
         if self.index is None:
             return
+        between = torch.isin(self.edge_index, self.edge_index.new_tensor(self.nodes))
+        if bool((between.all(dim=0) & (self.edge_index[0] != self.edge_index[1])).any()):
+            self.notes.append("An edge joins the pair in the graph, and carries messages.")
         if is_counted:
             self.num_hops = self._hops_of(logits)
         if self.num_hops is not None:
             self.candidates = self._within(self.num_hops)
             self.notes.append(
-                f"{int(self.candidates.sum())} of {self.num_edges} edges reach the node in "
-                f"{self.num_hops} steps."
+                f"{int(self.candidates.sum())} of {self.num_edges} edges reach the "
+                f"{'node' if len(self.nodes) == 1 else 'pair'} in {self.num_hops} steps."
             )
 
     def run(self) -> object:
@@ -107,9 +126,9 @@ class GraphQuestion(Target):
         found = self.answers(keep)
         if self.index is None and len(found) != 1:
             raise ValueError(f"index: expected one of the {len(found)} nodes, got None")
-        if self.index is not None and self.index >= len(found):
+        if self.row >= len(found):
             raise ValueError(f"index: the model answers for {len(found)} nodes, got {self.index}")
-        logits = found[self.index or 0]
+        logits = found[self.row]
         self._num_nodes = max(self._num_nodes, len(found))
         self.see(logits[None])
         return logits
@@ -164,7 +183,7 @@ class GraphQuestion(Target):
         if bool(keep.all()):
             return True
         assert self.logits is not None
-        found = self.answers(keep)[self.index or 0]
+        found = self.answers(keep)[self.row]
         return torch.allclose(found, self.logits[0], rtol=UNCHANGED, atol=UNCHANGED)
 
     def _within(self, num_hops: int) -> Tensor:
@@ -179,8 +198,8 @@ class GraphQuestion(Target):
             return self._known_part
         self._is_part_known = True
         ends = self.edge_index[:, self.candidates].flatten()
-        nodes, places = torch.cat([ends, ends.new_tensor([self.index])]).unique(return_inverse=True)
-        edges, index = places[:-1].view(2, -1), int(places[-1])
+        nodes, places = torch.cat([ends, ends.new_tensor(self.nodes)]).unique(return_inverse=True)
+        edges, index = places[: len(ends)].view(2, -1), places[len(ends) :].tolist()
         if not edges.shape[1] or 2 * len(nodes) > self._num_nodes:
             return None
 
@@ -198,7 +217,8 @@ class GraphQuestion(Target):
 
         part = copy(self)
         part.given = {place: thin(place, one) for place, one in self._kept(self.candidates).items()}
-        part.index, part.edge_index, part._num_nodes = index, edges, 0
+        part.index = tuple(index) if isinstance(self.index, tuple) else index[0]
+        part.edge_index, part._num_nodes = edges, 0
         if torch.allclose(part.ask(), self.logits[0], rtol=UNCHANGED, atol=UNCHANGED):
             self._known_part = part
         return self._known_part
@@ -299,7 +319,20 @@ class GraphQuestion(Target):
     def _call(self, given: Mapping[int | str, Any]) -> object:
         """The model's output for arguments such as `given`."""
         by_name = {name: one for name, one in given.items() if isinstance(name, str)}
-        return self.model(**by_name) if by_name else self.model(*given.values())
+        values = () if by_name else given.values()
+        if isinstance(self.index, tuple):
+            by_name["pairs"] = self.edge_index.new_tensor(self.index, dtype=torch.int64)[:, None]
+        return self.model(*values, **by_name)
+
+    def _check_pair(self, pair: tuple[int, ...]) -> None:
+        """TypeError if the model takes no pairs, ValueError if there are no such nodes."""
+        if "pairs" not in signature(self.model.forward).parameters:
+            name = type(self.model).__name__
+            raise TypeError(f"index: expected a node, since {name} takes no pairs, got {pair}")
+        x = next(one for place, one in self.given.items() if place != self.place)
+        self._num_nodes = len(x)
+        if max(pair) >= len(x):
+            raise ValueError(f"index: expected nodes from 0 to {len(x) - 1}, got {pair}")
 
 
 def _number(name: str, given: Any, least: int = 0) -> int | None:
@@ -315,17 +348,34 @@ def _number(name: str, given: Any, least: int = 0) -> int | None:
     return number
 
 
-def steps_to(index: int | None, edge_index: Tensor, num_nodes: int = 0) -> Tensor:
+def _index(given: Any) -> Any:
+    """A node, a pair of them, or None; TypeError or ValueError if it is none of these."""
+    if not isinstance(given, list | tuple):
+        return _number("index", given)
+    if len(given) != 2 or None in given:
+        raise ValueError(f"index: expected a node, or a pair of nodes such as (3, 7), got {given}")
+    return tuple(_number("index", one) for one in given)
+
+
+def nodes_of(index: Index) -> list[int]:
+    """The nodes of an index; none: it is of the graph."""
+    if index is None:
+        return []
+    return [index] if isinstance(index, int) else list(index)
+
+
+def steps_to(index: Index, edge_index: Tensor, num_nodes: int = 0) -> Tensor:
     """How many steps lead from each node to one of them along edges, [nodes]; −1: none do.
 
     Args:
-        index: the node; None: all of them, to which no step leads.
+        index: the node, or a pair, of which the nearer one counts; None: all of them, to which no
+            step leads.
         num_nodes: at least so many are told of, also where edges join fewer.
     """
     source, target = edge_index
-    size = max(int(edge_index.max()) + 1, (index or 0) + 1, num_nodes)
+    size = max(int(edge_index.max()) + 1, num_nodes, *(node + 1 for node in nodes_of(index)), 0)
     steps = torch.full((size,), -1, device=edge_index.device)
-    steps[index] = 0  # of all nodes where the index is None
+    steps[nodes_of(index) or slice(None)] = 0
     for step in count(1):
         found = source[(steps[target] == step - 1) & (steps[source] < 0)]
         if not len(found):

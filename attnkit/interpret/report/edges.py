@@ -1,4 +1,4 @@
-"""The section of a node or graph: its edges as a drawing, fidelity, and the first edges as rows."""
+"""The section of a node, pair or graph: its edges drawn, fidelity, and the first ones as rows."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ _COLOURS = {FOR: "mark", AGAINST: "accent", OTHER: "other", SOFT: "soft", INK: "
 
 
 def edge_sections(explained: Explained, found: Sequence[Judged]) -> list[Section]:
-    """A section for each node or graph, by the first method."""
+    """A section for each node, pair or graph, by the first method."""
     sections = []
     for one in found:
         if one.method != found[0].method:
             continue
         if explained.graphs is None:
-            sections.append(edge_section(f"Node {one.place}", one.seen, one.trust, explained))
+            nodes = ", ".join(map(str, one.seen.unit.target.nodes))
+            title = f"{explained.kind[:-1].capitalize()} {nodes}"
+            sections.append(edge_section(title, one.seen, one.trust, explained))
             continue
         title = f"Graph {explained.graphs[one.place]}"
         title += f", {explained.names[one.place]}" if explained.names else ""
@@ -91,7 +93,7 @@ def edge_section(
         says.append(f"{one.source} → {one.target}: {seen.method} {short(one.score)}{part}.")
     for node in ego.nodes:
         parts = [f"Node {node.number}", *(f"{kind} {name}" for name in class_of(node.number))]
-        is_asked = ": the node that was asked for" * (node.number == seen.index)
+        is_asked = ": the node that was asked for" * (node.number in ego.asked)
         says.append(f"{', '.join(parts)}{is_asked}.")
     figure = empty_figure(4.4, 5.4)
     draw_graph(
@@ -102,7 +104,7 @@ def edge_section(
         method=f"{seen.method} of an edge",
         classes_are=kind,
     )
-    which = "The edges" if seen.index is None else f"Edges that reach node {seen.index}"
+    which = "The edges" if seen.index is None else f"Edges that reach {title.lower()}"
     first = ", ".join(f"{row.source} → {row.target} ({short(row.score)})" for row in rows[:3])
     notes = list(seen.notes)
     if seen.share:
@@ -125,7 +127,8 @@ def _curves(fidelity: EdgeFidelity, target: str) -> dict[str, Any]:
     """The curves of fidelity, and their numbers in words."""
     figure = empty_figure(3.3, 5.2)
     draw_fidelity(figure.subplots(2), fidelity, target)
-    said = [f"p({target}) with all edges is {fidelity.probability:.2f}"]
+    symbol = fidelity.quantity.symbol
+    said = [f"{symbol}({target}) with all edges is {fidelity.probability:.2f}"]
     for name, which in (("plus", "without the first k edges"), ("minus", "with these alone")):
         ys = (
             f"{fidelity.probability - row[name]:.2f} at k = {row['k']:g}" for row in fidelity.rows

@@ -1,4 +1,4 @@
-"""What a report says of images, sentences, nodes and graphs: rows, a table and sentences."""
+"""What a report says of images, sentences, nodes, pairs and graphs: rows, a table and sentences."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
 
     - images: by method maps [images, rows, columns], tokens, gaps [images]; what the model says
     - sentences: by method maps [images, words, rows, columns]; the words
-    - nodes: by node and method numbers of the edges [edges]; the edges
+    - nodes, pairs: by node or pair and method numbers of the edges [edges]; the edges
     - graphs: by graph and method numbers of the edges [edges]; by graph the edges
     """
     first, arrays = found[0].seen, {}
@@ -85,8 +85,9 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
             number = explained.graphs[place]
             arrays[f"edges_{number}_{method}"] = seen.edges
             arrays[f"edge_index_{number}"] = seen.edge_index
-        elif explained.kind == "nodes":
-            arrays[f"edges_{seen.index}_{method}"] = seen.edges
+        elif explained.kind in ("nodes", "pairs"):
+            nodes = "_".join(map(str, seen.unit.target.nodes))
+            arrays[f"edges_{nodes}_{method}"] = seen.edges
         elif explained.kind == "sentences":
             arrays[f"map_{method}"] = seen.words
         else:
@@ -94,7 +95,7 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
             arrays |= {f"gap_{kind}_{method}": gap for kind, gap in _gaps(trust).items()}
             if other is not None:
                 arrays[f"against_{method}"] = other.map
-    if explained.kind == "nodes":
+    if explained.kind in ("nodes", "pairs"):
         arrays["edge_index"] = first.edge_index
     elif explained.graphs is not None:
         arrays["graphs"] = np.array([*dict.fromkeys(explained.graphs[one.place] for one in found)])
@@ -227,19 +228,22 @@ def _worth_of_word_row(row: Row) -> dict[str, str]:
     return said
 
 
-# --- nodes and graphs -----------------------------------------------------------------------------
+# --- nodes, pairs and graphs ----------------------------------------------------------------------
 
 
 def _edge_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
-    """A row for each node or graph and method; of fidelity the means over k."""
+    """A row for each node, pair or graph and method; of fidelity the means over k."""
     rows = []
     for method, seen, trust, _, place in found:
         row: Row = {"node": seen.index, "map": method}
         if explained.graphs is not None:
             name = explained.names[place] if explained.names else None
             row = {"graph": explained.graphs[place], "name": name, "map": method}
-        row |= {"class": explained.class_name(int(seen.target))}
-        row |= {"predicted": explained.class_name(int(seen.predicted)), "label": None}
+        elif explained.of_pairs:
+            row = dict(zip(("source", "target"), seen.index, strict=True), map=method)
+        row |= {"class": explained.class_name(int(seen.target)), "predicted": None, "label": None}
+        if explained.of == "probability" and not explained.of_pairs:
+            row["predicted"] = explained.class_name(int(seen.predicted))
         row |= {"probability": float(seen.probability), "edges": int(seen.candidates.sum())}
         if explained.truth is not None:
             row["label"] = explained.class_name(int(explained.truth[place]))
@@ -284,7 +288,7 @@ KINDS = {
     "images": Kind(
         unit="patch",
         asks="of an image",
-        refused={"nodes": _NO_NODES, "graphs": _NO_NODES},
+        refused=dict.fromkeys(("nodes", "pairs", "graphs"), _NO_NODES),
         reading="Trust that bright patches matter only as far as a map's gap is beyond that of "
         "random maps; do not conclude that the answer is right, or that other images are answered "
         "for the same reason.",
@@ -308,8 +312,7 @@ KINDS = {
         unit="word",
         asks="of an image",
         refused={
-            "nodes": _NO_NODES,
-            "graphs": _NO_NODES,
+            **dict.fromkeys(("nodes", "pairs", "graphs"), _NO_NODES),
             "target": "are explained for each word they have; leave it out",
             "against": "of another model may be others; explain it in a run of its own, with ckpt=",
         },
@@ -338,7 +341,11 @@ KINDS = {
     "nodes": Kind(
         unit="edge",
         asks="of what reaches a node",
-        refused={"graphs": "are of one graph; give their numbers by nodes", **_NO_IMAGES},
+        refused={
+            "pairs": "have no answer for two of them; give their numbers by nodes",
+            "graphs": "are of one graph; give their numbers by nodes",
+            **_NO_IMAGES,
+        },
         reading="Trust that an edge matters only as far as p falls more without it than without "
         "random edges; do not conclude that the answer is right, or that an edge of little value "
         "is of no use to the model.",
@@ -353,9 +360,21 @@ KINDS = {
     ),
 }
 """By `Explained.kind`."""
+KINDS["pairs"] = KINDS["nodes"]._replace(
+    asks="of what reaches a pair",
+    refused={
+        **dict.fromkeys(("nodes", "graphs"), "are of one graph; give their nodes by pairs"),
+        **_NO_IMAGES,
+    },
+    columns={"source": "source", "target": "target", **_OF_EDGES},
+    called="pair {source}, {target}, {map}",
+)
 KINDS["graphs"] = KINDS["nodes"]._replace(
     asks="of a graph",
-    refused={"nodes": "are explained whole; leave it out", **_NO_IMAGES},
+    refused={
+        **dict.fromkeys(("nodes", "pairs"), "are explained whole; leave it out"),
+        **_NO_IMAGES,
+    },
     columns={"graph": "graph", **_OF_EDGES},
     called="graph {graph}, {map}",
 )

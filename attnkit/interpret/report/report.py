@@ -37,7 +37,7 @@ _PATCHES = (8, 8)  # of a model that does not say
 
 
 class Report:
-    """Explanations of images, sentences, nodes or graphs as a page, a table and arrays.
+    """Explanations of images, sentences, nodes, pairs or graphs as a page, a table and arrays.
 
         report = attnkit.interpret.report.Report(methods=["attention", "relevance"])
         found = report(Explained(vit, images, pictures=images), "seen")
@@ -53,8 +53,10 @@ class Report:
         trust: "fast" and "full" judge each map, as `attnkit.trust` does, with `full=True` or
             without; "none" does not.
         num_images: how many images, or graphs, to show, at most 64.
-        target: the class to explain, its name or its number; None: the predicted one.
+        target: the class to explain, its name or its number; None: the predicted one. Of several
+            numbers that a node has it is needed.
         nodes: of a graph, their numbers.
+        pairs: of nodes of a graph, of a model that says whether an edge joins them.
         graphs: of many graphs, the numbers of some; None: all that are given.
         against: another checkpoint, whose maps of images are shown next to the first ones.
         layer: also draw what a layer does, by its position or its name (`*` matches anything):
@@ -78,6 +80,7 @@ class Report:
         num_images: int = 8,
         target: str | int | None = None,
         nodes: Sequence[int] | None = None,
+        pairs: Sequence[Sequence[int]] | None = None,
         graphs: Sequence[int] | None = None,
         against: str | Path | None = None,
         layer: int | str | None = None,
@@ -103,6 +106,7 @@ class Report:
         self._chooses = not asked
         self.trust, self.num_images, self.target = trust, num_images, target
         self.nodes = None if nodes is None else list(nodes)
+        self.pairs = None if pairs is None else list(map(tuple, pairs))
         self.graphs = None if graphs is None else [*dict.fromkeys(graphs)]
         self.against, self.layer = against, layer
         self.batch_size, self.seed, self.device = batch_size, seed, device
@@ -131,16 +135,18 @@ class Report:
                     f"target: {blind!r} gives the same map for every class; leave one of them out"
                 )
             self.class_of(explained)
+        elif explained.of == "logit" and len(explained.class_names) > 1:
+            some = ", ".join(explained.class_names[:10])
+            raise ValueError(
+                f"target: expected which number of a node to explain: {some}; got none"
+            )
         if kind == "nodes":
-            last = len(explained.inputs[0]) - 1
-            if not self.nodes:
-                raise ValueError(
-                    f"nodes: expected the numbers of the nodes to explain, 0 to {last}, such as "
-                    "nodes=[12,51]"
-                )
-            for node in self.nodes:
-                if not 0 <= node <= last:
-                    raise ValueError(f"nodes: expected numbers from 0 to {last}, got {node}")
+            _check_nodes("nodes", self.nodes, len(explained.inputs[0]), "nodes=[12,51]")
+        if kind == "pairs":
+            if not all(len(pair) == 2 for pair in self.pairs or ()):
+                raise ValueError(f"pairs: expected two nodes each, got {self.pairs}")
+            ends = [node for pair in self.pairs or () for node in pair]
+            _check_nodes("pairs", ends, len(explained.inputs["x"]), "pairs=[[3,7]]")
         unknown = set(self.graphs or ()).difference(explained.graphs or ())
         if unknown:
             given = ", ".join(map(str, explained.graphs or ()))
@@ -220,9 +226,13 @@ class Report:
     def _each(self, explained: Explained) -> list[tuple[int, str, Any, dict[str, Any]]]:
         """What is explained one by one: its place, as of `Judged`, what it is called, and of
         `attnkit.explain` its inputs and its index."""
-        inputs = explained.inputs
+        inputs, of = explained.inputs, {"of": explained.of}
         if explained.kind == "nodes":
-            return [(node, f"node {node}: ", inputs, {"index": node}) for node in self.nodes or ()]
+            each = ((node, {"index": node, **of}) for node in self.nodes or ())
+            return [(node, f"node {node}: ", inputs, asked) for node, asked in each]
+        if explained.kind == "pairs":
+            pairs = enumerate(self.pairs or ())
+            return [(place, f"{pair}: ", inputs, {"index": pair, **of}) for place, pair in pairs]
         if explained.graphs is not None:
             given = list(explained.graphs)
             places = ((given.index(number), number) for number in self.graphs or given)
@@ -310,6 +320,17 @@ class Report:
         return seen.trust(full=full, seed=self.seed, batch_size=self.batch_size, **masks)
 
 
+def _check_nodes(name: str, given: Sequence[int] | None, count: int, such: str) -> None:
+    """ValueError if there are none, or one is not a number of so many nodes."""
+    if not given:
+        raise ValueError(
+            f"{name}: expected the numbers of nodes to explain, 0 to {count - 1}, such as {such}"
+        )
+    for node in given:
+        if not 0 <= node < count:
+            raise ValueError(f"{name}: expected numbers from 0 to {count - 1}, got {node}")
+
+
 def _of_other(against: Explained, seen: Explanation) -> Explanation:
     """The same classes of the same images, of another model."""
     target = seen.target if seen.has_target else None
@@ -324,8 +345,9 @@ def _of_other(against: Explained, seen: Explanation) -> Explanation:
 
 def usual_method(explained: Explained) -> str:
     """The method that `attnkit.explain` takes where none is asked for, of the first of them."""
-    if explained.kind == "nodes":
-        return explain(explained.model, explained.inputs, index=0).method
+    if explained.kind in ("nodes", "pairs"):
+        index = (0, 1) if explained.of_pairs else 0
+        return explain(explained.model, explained.inputs, index=index).method
     if explained.kind == "graphs":
         return explain(explained.model, explained.inputs[0]).method
     first = _first_of(explained)

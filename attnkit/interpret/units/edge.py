@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 class EdgeRow(NamedTuple):
     """An edge: its ends, its number, what part that is of the sum of sizes, and how many steps it
-    takes from its source to the node along the shortest way (1: a neighbour); None of a graph."""
+    takes from its source to the node, or the nearer one of a pair, along the shortest way (1: a
+    neighbour); None of a graph."""
 
     source: int
     target: int
@@ -104,7 +105,8 @@ class Edges(Unit):
         Raises:
             ValueError: labels not one a node.
         """
-        if labels is None and self.target.index is None:
+        is_class = isinstance(self.target.index, int) and self.target.of == "probability"
+        if labels is None and not is_class:
             return []
         if labels is None:
             with looking(self.target.model), torch.no_grad():
@@ -178,12 +180,15 @@ class Edges(Unit):
         def name(one: int) -> str:
             return class_names[one] if one < len(class_names) else str(one)
 
-        index, target, predicted = self.target.index, int(seen.target), int(seen.predicted)
-        where = "the graph" if index is None else f"node {index}"
+        target, predicted, nodes = int(seen.target), int(seen.predicted), self.target.nodes
+        where = ("the graph", "node {}", "the pair {}, {}")[len(nodes)].format(*nodes)
         model = "predicted" if target == predicted else f"predicted {name(predicted)}"
+        what = f"class {name(target)} ({model})"
+        if len(nodes) == 2 or self.target.of != "probability":  # one of several that may all be so
+            what = name(target)
         return (
-            f"{seen.method} of {where}: class {name(target)} ({model}), "
-            f"{seen.quantity.symbol} = {float(seen.probability):.3f}"
+            f"{seen.method} of {where}: {what}, {seen.quantity.symbol} = "
+            f"{float(seen.probability):.3f}"
         )
 
     def lines(self, seen: Explanation) -> list[str]:

@@ -221,8 +221,8 @@ class Composer:
         parsed = self.parse(overrides)
         for override in parsed:
             key = override.key_or_group
-            if key in _FIXED and override.value() != base.get(key):
-                raise UserError(f"{key}={override.value()}: that run is of {key} {base.get(key)}")
+            if key in _FIXED and override.value() != (of := self._saved(base, key)):
+                raise UserError(f"{key}={override.value()}: that run is of {key} {of}")
             if key == "experiment":
                 raise UserError(f"{override.input_line}: a saved run has its experiment already")
         chosen = [
@@ -237,6 +237,12 @@ class Composer:
         with self._translated(overrides):
             self._set(config, rest, may_miss=True)  # as of a run that goes on for the second time
         return config
+
+    def _saved(self, base: Mapping[str, Any], key: str) -> Any:
+        """What a saved configuration has of a key; where it is older than the key, the default."""
+        if base.get(key) is None and base.get("task") is not None:
+            return self.compose([f"task={base['task']}"]).get(key)
+        return base.get(key)
 
     def plain(self, config: DictConfig, origins: Origins) -> dict[str, Any]:
         """Everything resolved, as plain dicts and lists; nothing may be missing."""

@@ -123,6 +123,7 @@ INSTEAD = {
     "freeze": "finetune=head, last_blocks, lora or bitfit",
     "nodes": "of run=explain: explain.nodes=[12,51]",
     "graphs": "of run=explain: explain.graphs=[3,7]",
+    "pairs": "of run=explain: explain.pairs=[[3,7]]",
 }
 
 # Nodes that hold several objects by name.

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from attnkit.launch.run import Run
 
 _OF_REPORT = (
-    "method", "methods", "target", "nodes", "graphs", "against", "layer", "num_images", "trust",
+    "method", "methods", "target", "nodes", "pairs", "graphs", "against", "layer", "num_images",
+    "trust",
 )  # fmt: skip
 
 
 def explain(run: Run) -> dict[str, float]:
-    """Explain images, sentences, nodes or graphs; leaves explain.html, scores.csv and maps.npz."""
+    """Explain what the module says; leaves explain.html, scores.csv and maps.npz."""
     report = build(run.config["explain"], at="explain")
     if not isinstance(report, Report):
         raise UserError(f"explain: {run.config['explain']['_target_']} is not a Report")
@@ -66,7 +67,7 @@ def explain(run: Run) -> dict[str, float]:
     say_table(found.table(_title(run)))
     for sentence in found.said[:1]:
         say(sentence)
-    count = len(report.nodes or explained.inputs)
+    count = len(report.nodes or report.pairs or explained.inputs)
     return {"explained": float(count), "parameters": run.num_parameters}
 
 
@@ -193,7 +194,7 @@ def _beside(run: Run, report: Report, explained: Explained, batch: Any, rows: li
         explained.true_edges = look and partial(look, batch)
     if explained.graphs is not None and (names := getattr(run.data, "graph_names", None)):
         explained.names = [names[number] for number in explained.graphs]
-    if explained.kind in ("nodes", "graphs"):
+    if explained.kind in ("nodes", "pairs", "graphs"):
         return
     explained.names = explained.names or [f"Test image {row}" for row in rows]
     look = getattr(run.data, "truth", None)

@@ -186,8 +186,13 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
     if names is not None and isinstance(part, Text):
         part.refuse_commented(names)
     words = part.words(count)
-    if names is not None and not len(words) and names.keys() >= set(part.form.header):
+    if names is not None and not len(words) and any(part.form.header):
         words = np.array(part.form.header)  # a single name is no header
+        if part.form.may_have_header and (unknown := [word for word in words if word not in names]):
+            raise UserError(
+                f"{part.where}: expected names of {part.item}s, got {str(unknown[0])!r} alone, "
+                "which is none"
+            )
     if names is not None and part.is_table and words.dtype.kind in "iuf":
         words = words.astype(str)  # Parquet holds as numbers what text does not tell from names
     values = _truths(numbers_of(words))

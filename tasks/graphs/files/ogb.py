@@ -11,11 +11,13 @@ from torch_geometric.utils import scatter
 
 from attnkit.core.arguments import existing
 from attnkit.lightning.errors import UserError
+from attnkit.tasks.graphs.checks import SPLITS
 from attnkit.tasks.graphs.data import GraphDataModule
 from attnkit.tasks.graphs.files.arrays import Parts, part_of
 from attnkit.tasks.graphs.files.edges import read_edges
 from attnkit.tasks.graphs.files.nodes import read_features, read_labels, read_mask
 from attnkit.tasks.graphs.files.part import Part
+from attnkit.tasks.graphs.links.given import read_ogb
 
 SPLIT_FILES = {"train": "train", "val": "valid", "test": "test"}
 
@@ -32,8 +34,14 @@ class OGBFilesData(GraphDataModule):
     node are the mean of what the edges into it carry, as in OGB's own examples. Text is read line
     by line; features are in memory. Never writes there.
 
-    Edges are as in the files. OGB itself adds the reverse of those of ogbn-products and
-    ogbn-proteins (`undirected`); those of ogbn-arxiv lead from the citing paper.
+    With `links` it may be a link set, such as ogbl-collab: `split/<name>/valid.pt` and `test.pt`
+    have the edges that are held out and the pairs that each is ranked among (`read_ogb`), and `raw`
+    the edges to train on, so that `train.pt` is not read. Where there are no features at all, as in
+    ogbl-ddi, those of a node are a 1 at its number.
+
+    Edges are as in the files. OGB itself adds the reverse of those of ogbn-products,
+    ogbn-proteins, ogbl-collab, ogbl-ddi and ogbl-ppa (`undirected`); those of ogbn-arxiv and
+    ogbl-citation2 lead from the citing paper.
 
     Source: Hu et al., Open Graph Benchmark, 2020.
 
@@ -71,8 +79,14 @@ class OGBFilesData(GraphDataModule):
         binary = (raw / "data.npz").is_file()
         nodes, edges, carried, x = self._binary(raw) if binary else self._text(raw)
         found = read_edges(edges, nodes, carried={"edge_attr": carried}, undirected=self.undirected)
-        if x is None:
+        if x is None and carried:
             x = scatter(found["edge_attr"], found["edge_index"][1], 0, nodes, "mean")
+        elif x is None:  # the first layer then learns a vector of each node
+            places = torch.arange(nodes).repeat(2, 1)
+            x = torch.sparse_coo_tensor(places, torch.ones(nodes), check_invariants=True)
+        if self.links and any((self.root / "split").glob("*/valid.pt")):
+            folder = self._split_folder()
+            self.link_splits = {s: read_ogb(folder / f"{SPLIT_FILES[s]}.pt") for s in SPLITS[1:]}
         if self.predicts:
             return Data(x=x, **found)
         label = _file(raw, f"node-label.{'npz' if binary else 'csv.gz'}", rows=nodes)
@@ -111,7 +125,7 @@ class OGBFilesData(GraphDataModule):
             for kind in ("node", "edge")
         }
         carried = _file(raw, "edge-feat.csv.gz", rows=num_edges) if has["edge"] else None
-        if carried and not has["node"]:
+        if not has["node"] and (carried or self.links):
             return nodes, edges, carried, None
         features = self._features = _file(raw, "node-feat.csv.gz", rows=nodes)
         return nodes, edges, carried, read_features(features)

@@ -22,6 +22,7 @@ from attnkit.tasks.graphs.files.nodes import (
     read_values,
 )
 from attnkit.tasks.graphs.files.part import Part
+from attnkit.tasks.graphs.links.given import HeldOut
 from attnkit.tasks.graphs.splits import random_masks
 
 CARRIED = {
@@ -48,6 +49,9 @@ class GraphFilesData(GraphDataModule):
     | `edge_weight` | a number of each edge; may lack | `edge_weights` |
     | `classes` | the name of each class, if labels are numbers, or column; may lack | |
     | `nodes` | the name of each node; tables of edges and splits are by name then; may lack | |
+    | `val_edges`, `test_edges` | with `links`: edges that are held out and not in `edges`; of an \
+undirected graph one direction of each; may lack | |
+    | `val_negatives`, `test_negatives` | pairs that each of them is ranked among; may lack | |
 
     A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, these also `.gz`, or `.parquet`, which
     needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. Of tables a header and a first
@@ -107,6 +111,8 @@ class GraphFilesData(GraphDataModule):
         if names:
             self.node_names = list(names)
         edges = read_all_edges(parts, len(x), names, undirected=self.undirected)
+        if self.links:
+            self.link_splits = read_link_splits(parts, len(x), names)
         splits = parts_of_splits(parts, self.predicts)
         if labels is None or self.predicts:
             return Data(x=x, **edges)
@@ -154,6 +160,29 @@ def read_all_edges(
     carried = {name: parts.find(*others) for name, others in CARRIED.items()}
     part = parts.expect("edges", "edge_index")
     return read_edges(part, count, names, carried=carried, **options)
+
+
+def read_link_splits(
+    parts: Parts, count: int, names: Mapping[str, int] | None
+) -> dict[str, HeldOut]:
+    """The edges that the parts `val_edges` and `test_edges` hold out, and the pairs that each is
+    ranked among, of `val_negatives` and `test_negatives`, where there are some; or nothing.
+
+    Raises:
+        UserError: some of them are there, but not the edges of both splits.
+    """
+
+    def pairs(part: Part | None) -> Any:
+        return part and read_edges(part, count, names)["edge_index"]
+
+    def held(split: str) -> HeldOut:
+        edges, absent = parts.expect(f"{split}_edges"), parts.find(f"{split}_negatives")
+        return HeldOut(pairs(edges), pairs(absent), edges.where)
+
+    known = [f"{split}_{kind}" for split in SPLITS[1:] for kind in ("edges", "negatives")]
+    if not any(map(parts.find, known)):
+        return {}
+    return {split: held(split) for split in SPLITS[1:]}
 
 
 def parts_of_splits(parts: Parts, predicts: bool) -> dict[str, Part]:

@@ -121,6 +121,8 @@ class Text(Part):
         has_header = form.has_index or len(words) - 1 == count
         if form.is_header and numbers_of(words[1:]).dtype.kind != "U":
             has_header = True
+        if has_header and numbers_of(np.array(form.header)).dtype.kind == "U":
+            self.form = form._replace(is_header=True)  # also of names that begin like numbers
         words = words[has_header:]
         self._numbers_of_lines = [line for _, line in held[has_header:]]
         if form.has_index:

@@ -1,7 +1,7 @@
 """Edges of a graph that are held out, and the pairs of nodes that they are told from."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.trained_on import KnowsItsTraining, unknown_part, was_trained_on
 from attnkit.tasks.graphs.checks import CARRIED, SPLITS
 from attnkit.tasks.graphs.links.absent import AbsentPairs
+from attnkit.tasks.graphs.links.given import HeldOut
 from attnkit.tasks.graphs.neighbors import generator_of
 from attnkit.tasks.summary import split_line
 
@@ -36,6 +37,10 @@ class Links:
     other edges, in the test those and the edges of validation, and in a prediction every edge.
     Self-loops are left out, and of edges that are given twice the first counts. Labels and splits
     of the nodes are not read.
+
+    Where the data bring their own `link_splits`, nothing else is held out: the edges of the graph
+    are those to train on, and they alone carry messages, in the test and in a prediction, too. An
+    edge of val and test is then ranked among the pairs that are given for it.
 
     A step of training has the whole graph and `batch_size` edges of it, which carry no messages in
     that step, as the edges that are held out do not; and for each `num_negatives` pairs of nodes
@@ -81,19 +86,32 @@ class Links:
             raise ValueError(wrong)
 
     def check_splits(self, data: Any) -> None:
-        """UserError if a data module has settings of how its nodes are split."""
-        given = inspect.signature(type(data).__init__).parameters
-        if wrong := _other_than(data, {n: given[n].default for n in SPLITTING if n in given}):
+        """UserError if a data module has settings of how its nodes are split, or these links have
+        some of what the data bring."""
+        names = [name for name in SPLITTING if name != "split_name" or not data.link_splits]
+        if wrong := _other_than(data, _defaults(type(data), names)):
             raise UserError(f"data.{wrong}")
+        if not data.link_splits:
+            return
+        names = ["val_fraction", "test_fraction"]
+        if all(held.absent is not None for held in data.link_splits.values()):
+            names.append("num_ranked")
+        if wrong := _other_than(self, _defaults(Links, names), "the data bring their own splits,"):
+            raise UserError(f"data.links.{wrong}")
 
 
-def _other_than(data: Any, only: dict[str, Any]) -> str | None:
+def _defaults(cls: type, names: Sequence[str]) -> dict[str, Any]:
+    given = inspect.signature(cls).parameters
+    return {name: given[name].default for name in names if name in given}
+
+
+def _other_than(
+    data: Any, only: dict[str, Any], why: str = "it is for the nodes of a graph, with links"
+) -> str | None:
     """What is wrong with the first of the settings that has another value."""
     for name, value in only.items():
         if (given := getattr(data, name)) != value:
-            return (
-                f"{name}: it is for the nodes of a graph, with links expected {value}, got {given}"
-            )
+            return f"{name}: {why} expected {value}, got {given}"
     return None
 
 
@@ -104,12 +122,15 @@ class LinkSets:
         graph: x [nodes, channels], edge_index [2, edges], maybe edge_attr and edge_weight.
         links: what is asked.
         seed: of the splits and the absent pairs.
+        given: the edges of "val" and "test", where the data bring them; none: they are drawn.
 
     Raises:
-        UserError: no edges, or a pair of nodes is absent nowhere.
+        UserError: no edges, a pair of nodes is absent nowhere, or what is given is of other nodes.
     """
 
-    def __init__(self, graph: Data, links: Links, seed: int) -> None:
+    def __init__(
+        self, graph: Data, links: Links, seed: int, given: Mapping[str, HeldOut] | None = None
+    ) -> None:
         self.links = links
         self.seed = seed
         self.x: Tensor = graph.x.float()
@@ -118,7 +139,17 @@ class LinkSets:
         edge_index: Any = self.known.edge_index
         # whatever its directions carry: where one is held out, the other must not say so
         self.directed = not is_undirected(edge_index, num_nodes=self.num_nodes)
-        self.absent = AbsentPairs(edge_index, self.num_nodes)
+        self.given = given or {}
+        if self.given and self.given.keys() != {"val", "test"}:
+            raise UserError(f"data.link_splits: expected val and test, got {', '.join(self.given)}")
+        held, known = [edge_index], self._numbers(edge_index)
+        for split, one in self.given.items():
+            one.check(self.num_nodes)
+            held += [one.pairs] if self.directed else [one.pairs, one.pairs.flip(0)]
+            if count := int(torch.isin(self._numbers(one.pairs), known).sum()):
+                total = one.pairs.shape[1]
+                rank_zero_warn(f"data: {count:,} of {total:,} edges of {split} are trained on, too")
+        self.absent = AbsentPairs(torch.cat(held, dim=1), self.num_nodes)
         if not len(self.absent):
             raise UserError(
                 f"data: all of its {self.num_nodes} nodes are joined to each other, expected pairs "
@@ -128,7 +159,23 @@ class LinkSets:
     @cached_property
     def splits(self) -> dict[str, Data]:
         """Of each split `edge_index`, the edges that carry messages, and `edge_label_index`, those
-        that are asked about: of an undirected edge one direction."""
+        that are asked about: of an undirected edge one direction. The messages of training are the
+        edges in the order of the latter, and behind them their other directions."""
+        splits = self._given_splits() if self.given else self._random_splits()
+        numbers = self._numbers(self.known.edge_index)
+        for part in splits.values():  # each direction with what it carries
+            places = torch.searchsorted(numbers, self._numbers(part.edge_index))
+            part.update({name: self.known[name][places] for name in CARRIED if name in self.known})
+        return splits
+
+    def _given_splits(self) -> dict[str, Data]:
+        known: Any = self.known.edge_index
+        pairs = known if self.directed else known[:, known[0] < known[1]]
+        messages = pairs if self.directed else torch.cat([pairs, pairs.flip(0)], dim=1)
+        asked = {"train": pairs, **{split: one.pairs for split, one in self.given.items()}}
+        return {split: Data(edge_index=messages, edge_label_index=asked[split]) for split in SPLITS}
+
+    def _random_splits(self) -> dict[str, Data]:
         fractions = {"val": self.links.val_fraction, "test": self.links.test_fraction}
         count = self.known.num_edges // (1 if self.directed else 2)
         for name, fraction in fractions.items():
@@ -145,12 +192,7 @@ class LinkSets:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            splits = dict(zip(SPLITS, split(self.known), strict=True))
-        numbers = self._numbers(self.known.edge_index)
-        for part in splits.values():  # each direction with what it carries
-            places = torch.searchsorted(numbers, self._numbers(part.edge_index))
-            part.update({name: self.known[name][places] for name in CARRIED if name in self.known})
-        return splits
+            return dict(zip(SPLITS, split(self.known), strict=True))
 
     def _numbers(self, edge_index: Any) -> Tensor:
         """A number of each edge, ordered as the known edges are."""
@@ -179,10 +221,12 @@ class LinkSets:
         items = RankedLinks(self.splits["test"], self, "test")
         if not isinstance(module, KnowsItsTraining):
             return items
-        known = was_trained_on(module, self.keys(node_keys, items.pairs))
+        keys = self.keys(node_keys, items.pairs)
+        known = was_trained_on(module, keys)
         if known is None:
             rank_zero_warn("test: it is not known which edges the module was trained on")
             return items
+        known &= ~torch.isin(keys, self.training_keys(node_keys))  # given splits may share some
         more, total = unknown_part(module), len(items)
         items.chosen = (~known).nonzero().flatten()
         if not len(items):
@@ -219,12 +263,16 @@ class LinkSets:
     def summary(self) -> list[str]:
         """What was found, in a few lines."""
         counts = {name: part.edge_label_index.shape[1] for name, part in self.splits.items()}
-        kind = "a directed" if self.directed else "an undirected"
+        absent = self.given["test"].absent if self.given else None
+        among = self.links.num_ranked if absent is None else absent.shape[-1]
         return [
-            split_line("edges", counts, f" of {kind} graph"),
-            f"  of {self.num_nodes:,} nodes with {self.x.shape[1]:,} features; "
-            f"ranked among {self.links.num_ranked:,} other pairs each",
+            split_line("edges", counts, ""),
+            f"  of {self}; ranked among {among:,} other pairs each",
         ]
+
+    def __str__(self) -> str:
+        kind = "a directed" if self.directed else "an undirected"
+        return f"{kind} graph of {self.num_nodes:,} nodes with {self.x.shape[1]:,} features"
 
 
 class LinkItems(Dataset):
@@ -233,10 +281,9 @@ class LinkItems(Dataset):
     Args:
         known: the edges that carry messages, and in `edge_label_index` those to fetch.
         sets: what else there is of the graph.
-        split: whose they are.
     """
 
-    def __init__(self, known: Data, sets: LinkSets, split: str = "predict") -> None:
+    def __init__(self, known: Data, sets: LinkSets) -> None:
         self.sets = sets
         self.known = {name: known[name] for name in ("edge_index", *CARRIED) if name in known}
         self.pairs: Tensor = known.get("edge_label_index", torch.empty((2, 0), dtype=torch.long))
@@ -256,11 +303,16 @@ class LinkItems(Dataset):
 class TrainLinks(LinkItems):
     """Batches of the training; their own edges carry no messages. See `Links`."""
 
+    def __init__(self, known: Data, sets: LinkSets) -> None:
+        super().__init__(known, sets)
+        # of given splits nothing of val and test may be known, not even that they are edges
+        edges = self.known["edge_index"]
+        self.absent = AbsentPairs(edges, sets.num_nodes) if sets.given else sets.absent
+
     def __getitems__(self, numbers: Sequence[int | tuple[int, int]]) -> Data:
         drawn = torch.as_tensor([(0, n) if isinstance(n, int) else n for n in numbers])
         places = drawn[:, 1]
         carries = torch.ones(self.known["edge_index"].shape[1], dtype=torch.bool)
-        # RandomLinkSplit gives the edges in the order of the pairs, then their other directions
         carries.view(-1, len(self))[:, places] = False
         known = {name: v[..., carries] if name == "edge_index" else v[carries]
                  for name, v in self.known.items()}  # fmt: skip
@@ -269,7 +321,7 @@ class TrainLinks(LinkItems):
         return Data(
             x=self.sets.x,
             pairs=self.pairs[:, places],
-            negatives=self.sets.absent.draw(count, generator),
+            negatives=self.absent.draw(count, generator),
             **known,
         )
 
@@ -278,22 +330,29 @@ class RankedLinks(LinkItems):
     """Batches of validation and test: edges, and what they are ranked among. See `Links`."""
 
     def __init__(self, known: Data, sets: LinkSets, split: str) -> None:
-        super().__init__(known, sets, split)
-        if not sets.directed:
+        super().__init__(known, sets)
+        absent = sets.given[split].absent if sets.given else None
+        if not sets.directed and absent is None:
             self.pairs = torch.cat([self.pairs, self.pairs.flip(0)], dim=1)
         self.chosen = torch.arange(self.pairs.shape[1])
-        state = np.random.SeedSequence([sets.seed, SPLITS.index(split)]).generate_state(1)
-        generator = torch.Generator().manual_seed(int(state[0]))
-        self.negatives = sets.absent.draw(len(self), generator)
-        self.ranked = sets.absent.draw_from(self.pairs[0], sets.links.num_ranked, generator)
+        if absent is None:
+            state = np.random.SeedSequence([sets.seed, SPLITS.index(split)]).generate_state(1)
+            generator = torch.Generator().manual_seed(int(state[0]))
+            self.negatives = sets.absent.draw(len(self), generator)
+            absent = sets.absent.draw_from(self.pairs[0], sets.links.num_ranked, generator)
+        else:
+            self.negatives = absent if absent.ndim == 2 else absent[:, :, 0]
+        self.ranked = absent
+        self._owner = torch.arange(self.negatives.shape[1]) % self.pairs.shape[1]
+        """With which of the pairs each negative comes, so that it counts in one process."""
 
     def __getitems__(self, numbers: Sequence[int]) -> Data:
         places = self.chosen[torch.as_tensor(numbers)]
         return Data(
             x=self.sets.x,
             pairs=self.pairs[:, places],
-            negatives=self.negatives[:, places],
-            ranked=self.ranked[:, places],
+            negatives=self.negatives[:, torch.isin(self._owner, places)],
+            ranked=self.ranked[:, places] if self.ranked.ndim == 3 else self.ranked,
             **self.known,
         )
 

@@ -8,17 +8,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch_geometric.data import Data
-from torch_geometric.metrics import LinkPredHitRatio, LinkPredMRR
 from torchmetrics import Metric
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning import UserError
 from attnkit.lightning.modules.values import ValuesModule
+from attnkit.lightning.protocols import Explained
 from attnkit.tasks.graphs.links.absent import present_from
 from attnkit.tasks.graphs.module import beside, check_channels, check_edges, check_readout
 
 PAIRS = 2**18  # scored at a time
-ALL = 2**31  # the places that MRR looks at
 
 
 class LinkPrediction(ValuesModule):
@@ -32,9 +31,10 @@ class LinkPrediction(ValuesModule):
     it is the mean over both orders.
 
     Logged of validation and test: `loss`, `accuracy`, `auroc` and `average_precision` of the edges
-    and as many absent pairs; and of the rank of each edge among `num_ranked` pairs with the same
-    source `mrr`, the mean of 1 / rank, and `hits1`, …, the share with at most that rank, by PyG's
-    metrics. Pairs with equal logits rank before the edge.
+    and as many absent pairs, or those that the data bring; and of the rank of each edge among
+    `num_ranked` pairs with the same source, or among those that the data bring, `mrr`, the mean of
+    1 / rank, and `hits1`, …, the share with at most that rank. Pairs with equal logits rank before
+    the edge, as in Hits@K of OGB's evaluator (Hu et al., 2020); its MRR ranks half of them so.
 
     Args:
         model: (x [nodes, in_channels], edge_index [2, edges]) to [nodes, channels]; may take
@@ -70,9 +70,7 @@ class LinkPrediction(ValuesModule):
         self.in_channels = in_channels
         self.bias = nn.Parameter(torch.zeros(()))
         for metrics in (self.val_metrics, self.test_metrics):
-            metrics.update(
-                {"mrr": LinkPredMRR(ALL), **{f"hits{k}": LinkPredHitRatio(k) for k in hits_at}}
-            )
+            metrics.update({"mrr": MeanOfRanks(), **{f"hits{k}": MeanOfRanks(k) for k in hits_at}})
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -128,6 +126,11 @@ class LinkPrediction(ValuesModule):
         if list(found.shape) != shape:
             raise UserError(f"model: expected {what}, {shape}, got {list(found.shape)}")
 
+    def explained(self, batch: Data) -> Explained:
+        """What `attnkit.explain` is given of a graph: the logit of a pair, features and edges."""
+        inputs = {"x": batch.x, "edge_index": batch.edge_index, **beside(self.model, batch)}
+        return Explained(LogitOfPairs(self), inputs, class_names=["edge"], of_pairs=True)
+
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         scores = self.scores_of(batch)(torch.cat([batch.pairs, batch.negatives], dim=1))
         losses = self.losses(*_labelled(scores, batch.pairs.shape[1]))
@@ -137,24 +140,29 @@ class LinkPrediction(ValuesModule):
     def validation_step(self, batch: Data, batch_idx: int) -> None:
         self._rank("val", batch)
 
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._rank("test", batch)
+    def test_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
+        """Of edges and absent pairs `pairs` [2, pairs], `probability` and `is_edge`, 1 or 0."""
+        outputs, truth = self._rank("test", batch)
+        pairs = torch.cat([batch.pairs, batch.negatives], dim=1)
+        return {"pairs": pairs, "probability": outputs[:, 0].sigmoid(), "is_edge": truth[:, 0]}
 
-    def _rank(self, stage: str, batch: Data) -> None:
-        """Count a batch in the metrics of a stage."""
-        asked = torch.stack([batch.pairs, batch.negatives], dim=2)
-        scores = self.scores_of(batch)(torch.cat([asked, batch.ranked], dim=2)).float()
-        outputs, truth = _labelled(scores[:, :2].T.flatten(), len(scores))
-        places = ranked(scores[:, 0], scores[:, 2:])
+    def _rank(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
+        """Count a batch in the metrics of a stage; outputs and truth of edges and absent pairs."""
+        asked = [batch.pairs, batch.negatives, batch.ranked.flatten(1)]
+        scores = self.scores_of(batch)(torch.cat(asked, dim=1)).float()
+        edges, negatives, others = scores.split([pairs.shape[1] for pairs in asked])
+        outputs, truth = _labelled(torch.cat([edges, negatives]), len(edges))
+        ranks = ranks_of(edges, others.view(batch.ranked.shape[1:]))
         for name, module in (self.val_metrics if stage == "val" else self.test_metrics).items():
             metric = cast(Metric, module)
             if name == "loss":
                 metric.update(self.losses(outputs, truth))
-            elif isinstance(metric, LinkPredMRR | LinkPredHitRatio):
-                metric.update(*places)
+            elif isinstance(metric, MeanOfRanks):
+                metric.update(ranks)
             else:
                 metric.update(outputs, truth)
             self._log(f"{stage}/{name}", metric, prog_bar=name == "mrr")
+        return outputs, truth
 
     def metrics(self) -> dict[str, Metric]:
         known = super().metrics()
@@ -187,6 +195,18 @@ class LinkPrediction(ValuesModule):
         return {**columns, **named, "probability": probability}
 
 
+class LogitOfPairs(nn.Module):
+    """The logits [pairs, 1] of a `LinkPrediction` as a function of tensors."""
+
+    def __init__(self, module: LinkPrediction) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, edge_index: Tensor, pairs: Tensor, **carried: Tensor) -> Tensor:
+        batch = Data(x=x, edge_index=edge_index, **carried)
+        return self.module.scores_of(batch)(pairs)[:, None]
+
+
 def _labelled(scores: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
     """Scores of edges and then of absent pairs as outputs [pairs, 1], and their truth."""
     truth = torch.zeros_like(scores, dtype=torch.float32)
@@ -194,13 +214,40 @@ def _labelled(scores: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
     return scores[:, None], truth[:, None]
 
 
-def ranked(edges: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """What PyG's metrics are given of the scores of edges [n] and of others [n, k] beside each: the
-    places of these k + 1 from the largest score to the smallest, and which place is the edge's.
+def ranks_of(edges: Tensor, others: Tensor) -> Tensor:
+    """The rank of the score of each edge, [n], from 1 on, among others: [n, k] of its own, or [m]
+    that are the same for all.
 
     An edge comes after others with its score, and last where its score is NaN.
     """
     edges = edges.masked_fill(edges.isnan(), -torch.inf)
-    order = torch.cat([others, edges[:, None]], dim=1).argsort(dim=1, descending=True, stable=True)
-    rows = torch.arange(len(edges), device=edges.device)
-    return order, torch.stack([rows, torch.full_like(rows, others.shape[1])])
+    others = others.masked_fill(others.isnan(), torch.inf)
+    if others.ndim == 2:
+        return 1 + (others >= edges[:, None]).sum(dim=1)
+    return 1 + len(others) - torch.searchsorted(others.sort().values, edges)
+
+
+class MeanOfRanks(Metric):
+    """The mean over edges of 1 / rank or, with `most`, the share of those with at most that rank.
+
+    Args:
+        most: the rank.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self.most = most
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, ranks: Tensor) -> None:
+        self.total += (1 / ranks if self.most is None else (ranks <= self.most).float()).sum()
+        self.count += len(ranks)
+
+    def compute(self) -> Tensor:
+        return self.total / self.count

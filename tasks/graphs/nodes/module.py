@@ -39,6 +39,7 @@ class Nodes(OfGraphs):
     level = "node"
     first_columns: tuple[str, ...] = ("graph", "node", "name")
     in_units: Callable[[Tensor], Tensor]
+    class_names: list[str]
 
     @cached_property
     def _parts(self) -> dict[str, GraphPart]:
@@ -120,6 +121,28 @@ class Nodes(OfGraphs):
         where the model reads positions or edge features."""
         return self.program("logits" if "classes" in self.targets else "outputs", "nodes")
 
+    def explained(self, batch: Data) -> Explained:
+        """What `attnkit.explain` is given of a graph: this module, features and edges.
+
+        Raises:
+            UserError: a sampled sub-graph.
+        """
+        if "batch_size" in batch:
+            raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
+        if "number" in batch:
+            raise UserError("run=explain: the nodes of many graphs are not explained, those of one")
+        if read := ", ".join(beside(self.model, batch)):
+            raise UserError(f"run=explain: a model that reads {read} is not explained")
+        has_classes = "classes" in self.targets
+        of: Any = {"labels": "sigmoid", "numbers": "logit"}.get(self.targets[0], "probability")
+        return Explained(
+            self.model if has_classes else self,  # numbers in the units of the data
+            (batch.x, batch.edge_index),
+            class_names=self.class_names,
+            truth=batch.y if has_classes else None,
+            of=of,
+        )
+
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
         return self.loss(*self._of_stage("train", batch))
 
@@ -199,22 +222,6 @@ class NodeClassification(LearnsClasses, Nodes):
         if self.num_classes == 2:
             metrics["auroc"] = _BinaryAUROC(validate_args=False)
         return metrics
-
-    def explained(self, batch: Data) -> Explained:
-        """What `attnkit.explain` is given of a graph: the model, features and edges.
-
-        Raises:
-            UserError: a sampled sub-graph.
-        """
-        if "batch_size" in batch:
-            raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
-        if "number" in batch:
-            raise UserError("run=explain: the nodes of many graphs are not explained, those of one")
-        if read := ", ".join(beside(self.model, batch)):
-            raise UserError(f"run=explain: a model that reads {read} is not explained")
-        return Explained(
-            self.model, (batch.x, batch.edge_index), class_names=self.class_names, truth=batch.y
-        )
 
 
 class NodeValues(LearnsValues, Nodes):

@@ -101,17 +101,22 @@ class NodePredictions(Callback):
         # also called in a process whose part of the data is empty
         if stage != "predict" or not self.attention:
             return
-        looked = self._looked
-        if trainer.world_size > 1:
-            parts: list[Any] = [None] * trainer.world_size
-            distributed.all_gather_object(parts, looked)
-            looked = [one for part in parts for one in part]
+        looked = gathered(trainer, self._looked)
         if trainer.is_global_zero and looked:
             names = getattr(getattr(trainer, "datamodule", None), "node_names", None)
             extra = ("name", "source_name") if names else ()
             header = ["node", *extra[:1], "layer", "head", "source", *extra[1:], "weight"]
             write_csv(self.path, header, _rows(looked, names))
         self._looked = []
+
+
+def gathered(trainer: Trainer, found: list[Any]) -> list[Any]:
+    """What all processes have found, in their order."""
+    if trainer.world_size == 1:
+        return found
+    parts: list[Any] = [None] * trainer.world_size
+    distributed.all_gather_object(parts, found)
+    return [one for part in parts for one in part]
 
 
 def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) -> list[Looked]:

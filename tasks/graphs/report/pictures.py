@@ -6,16 +6,16 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from attnkit.interpret.graphs.picture import empty_figure
 from attnkit.tasks.graphs.report.neighbourhoods import GroupScore
 
 _TITLES = {
     "degree": "neighbours of the node",
     "homophily": "share of its neighbours with its label",
 }
-_BLUE, _RED = "#1f77b4", "#b3300a"
+BLUE, RED = "#1f77b4", "#b3300a"
 _MOST_NAMES = 24
 
 
@@ -24,8 +24,7 @@ def draw_groups(scores: Sequence[GroupScore]) -> Figure:
     above them, and the share of each group's largest class."""
     parts = {by: [score for score in scores if score.by == by] for by in _TITLES}
     widths = [max(4, len(part)) for part in parts.values()]
-    figure = Figure(figsize=(0.72 * sum(widths) + 1.6, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)  # no global state, no display
+    figure = empty_figure(0.72 * sum(widths) + 1.6, 3.6)
     panels = figure.subplots(1, 2, width_ratios=widths, sharey=True)
     for panel, (by, part) in zip(panels, parts.items(), strict=True):
         places = range(len(part))
@@ -34,7 +33,7 @@ def draw_groups(scores: Sequence[GroupScore]) -> Figure:
             [score.accuracy - low for score, (low, _) in zip(part, ends, strict=True)],
             [high - score.accuracy for score, (_, high) in zip(part, ends, strict=True)],
         ]
-        panel.bar(places, [score.accuracy for score in part], color=_BLUE, alpha=0.75, width=0.7)
+        panel.bar(places, [score.accuracy for score in part], color=BLUE, alpha=0.75, width=0.7)
         panel.errorbar(
             places, [score.accuracy for score in part], errors, fmt="none", ecolor="0.2", lw=1,
             capsize=2,
@@ -43,7 +42,7 @@ def draw_groups(scores: Sequence[GroupScore]) -> Figure:
             [score.largest_class for score in part],
             [place - 0.35 for place in places],
             [place + 0.35 for place in places],
-            color=_RED,
+            color=RED,
             lw=1.5,
             label="always the group's largest class",
         )
@@ -51,7 +50,7 @@ def draw_groups(scores: Sequence[GroupScore]) -> Figure:
             panel.text(place, 1.03, f"{score.nodes:,}", ha="center", va="bottom", fontsize=7)
         panel.set_xticks(places, [score.group for score in part], fontsize=8)
         panel.set_xlabel(_TITLES[by], fontsize=9)
-        _plain(panel)
+        plain(panel)
         panel.grid(axis="x", visible=False)
     panels[0].set_ylim(0, 1.12)
     panels[0].set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
@@ -75,8 +74,7 @@ def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
     }
     degrees = degrees_of(rows)
     width = min(max(3.4, 1.2 + 0.5 * len(layers)), 14)
-    figure = Figure(figsize=(width + 4.2 * bool(degrees), 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty_figure(width + 4.2 * bool(degrees), 3.6)
     panels = figure.subplots(1, 1 + bool(degrees), sharey=True, squeeze=False)[0]
     if degrees:
         panels[0].get_gridspec().set_width_ratios([width, 4.2])
@@ -101,7 +99,7 @@ def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
     panels[0].set_title("each head, side by side", fontsize=10)
     for panel in panels:
         panel.axhline(1, color="0.4", lw=0.8, ls="--", label="uniform attention")
-        _plain(panel)
+        plain(panel)
     panels[0].set_ylim(0, 1.05)
     if degrees:
         panels[1].set_xticks(range(len(degrees)), degrees, fontsize=8)
@@ -137,7 +135,7 @@ def _interval(score: GroupScore, z: float = 1.96) -> tuple[float, float]:
     return min(p, middle - half), max(p, middle + half)
 
 
-def _plain(panel: Axes) -> None:
+def plain(panel: Axes) -> None:
     panel.tick_params(labelsize=8)
     panel.grid(alpha=0.25)
     panel.set_axisbelow(True)

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -273,9 +274,11 @@ class GraphsDataModule(SplitData):
         """
         has_edges = self.graphs.edge_starts.diff() > 0
         for number in numbers or ():
-            if not 0 <= number < len(self.graphs):
+            if not isinstance(number, Integral) or not 0 <= number < len(self.graphs):
                 last = len(self.graphs) - 1
-                raise UserError(f"explain.graphs: expected numbers from 0 to {last}, got {number}")
+                raise UserError(
+                    f"explain.graphs: expected numbers from 0 to {last}, got {number!r}"
+                )
             if not has_edges[number]:
                 raise UserError(
                     f"explain.graphs: graph {number} has no edges, which are what is explained; "

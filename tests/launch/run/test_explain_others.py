@@ -22,11 +22,14 @@ TIMM = ("model=timm", "model.name=vit_tiny_patch16_224", "+model.depth=2", "mode
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The runs `graph`, `graphs`, `captions` and `needle`, and a picture."""
+    """The runs `graph`, `graphs`, `links`, `values`, `captions` and `needle`, and a picture."""
     folder = tmp_path_factory.mktemp("explain")
     graph = ("task=graph", "data=dictionary_lookup", "data.k=3", "trainer.max_epochs=2")
     graphs = ("task=graph", "level=graph", "model.hidden_channels=8", "trainer.max_epochs=1",
               "trainer.limit_batches=2")  # fmt: skip
+    small = ("model.hidden_channels=8", "trainer.max_epochs=1")
+    links = ("task=graph", "level=link", *small)
+    values = ("task=graph", "level=node_values", *small)
     captions = (
         "task=captioning", "encoder.dim=16", "encoder.stages=[[8],[8],[16]]", "decoder.dim=16",
         "data.image_size=24", "data.num_train=32", "data.num_val=4", "data.num_test=5",
@@ -37,7 +40,8 @@ def runs(tmp_path_factory):
         "data.num_test=20", "model.dim=16", "model.depth=1", "model.num_heads=1",
         "trainer.max_epochs=1",
     )  # fmt: skip
-    made = {"graph": graph, "graphs": graphs, "captions": captions, "needle": needle}
+    made = {"graph": graph, "graphs": graphs, "links": links, "values": values}
+    made |= {"captions": captions, "needle": needle}
     for name, command in made.items():
         assert main([*command, *QUIET, f"run_dir={folder / name}"]) == 0
     pixels = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
@@ -92,6 +96,37 @@ def test_whole_graphs(attnkit, runs):
     assert [row["graph"] for row in rows_of("y")] == ["1796", "3"]
     seen = toolkit.run(resume=str(runs / "graphs")).explain(graph=3)
     np.testing.assert_allclose(np.load("y/maps.npz")["edges_3_relevance"], seen.edges, atol=1e-6)
+
+
+def test_pairs_of_nodes(attnkit, runs):
+    few = (f"ckpt={runs}/links", "explain.pairs=[[3,7],[9,2]]", "explain.methods=[occlusion]")
+    done = attnkit("run=explain", *few, "run_dir=x")
+    assert done.code == 0, done.err
+    assert [(row["source"], row["target"]) for row in rows_of("x")] == [("3", "7"), ("9", "2")]
+    made = toolkit.run(resume=str(runs / "links"))
+    seen = made.explain(index=(9, 2), method="occlusion")
+    np.testing.assert_allclose(np.load("x/maps.npz")["edges_9_2_occlusion"], seen.edges, atol=1e-6)
+    graph = made.data.graph
+    score = made.module.eval().scores_of(graph)(torch.tensor([[9], [2]]))
+    assert float(rows_of("x")[1]["probability"]) == pytest.approx(float(score.sigmoid()), abs=1e-5)
+    page = Path("x/explain.html").read_text()
+    assert "<h2>Pair 9, 2</h2>" in page
+    assert "occlusion of the pair 9, 2: edge, p = " in page
+
+
+def test_numbers_of_nodes(attnkit, runs):
+    given = (f"ckpt={runs}/values", "explain.nodes=[5]", "explain.methods=[occlusion]")
+    done = attnkit("run=explain", *given, "explain.target=lower_right", "run_dir=x")
+    assert done.code == 0, done.err
+    [row] = rows_of("x")
+    assert row["class"] == "lower_right"
+    assert not {"label", "predicted"} & row.keys()
+    done = attnkit("run=predict", f"ckpt={runs}/values", "run_dir=said")
+    assert done.code == 0, done.err
+    with Path("said/predictions.csv").open(newline="") as file:
+        said = {row["node"]: row["lower_right"] for row in csv.DictReader(file)}
+    assert float(row["probability"]) == pytest.approx(float(said["5"]), rel=1e-3)  # in ink
+    assert "occlusion of node 5: lower_right, y = " in Path("x/explain.html").read_text()
 
 
 def test_sentences(attnkit, runs):
@@ -155,7 +190,7 @@ def test_a_network_that_nobody_trained(attnkit, runs):
 
 
 REFUSED = [
-    (("ckpt=RUNS/graph",), "explain.nodes: expected the numbers of the nodes to explain"),
+    (("ckpt=RUNS/graph",), "explain.nodes: expected the numbers of nodes to explain"),
     (
         ("ckpt=RUNS/graph", "explain.graphs=[1]", "explain.nodes=[1]"),
         "explain.graphs: expected none",
@@ -178,6 +213,22 @@ REFUSED = [
     (
         ("ckpt=RUNS/graph", "explain.nodes=[1]", "explain.layer=-1"),
         "explain.layer: expected none for nodes, got -1; nodes have edges and no image to draw on",
+    ),
+    (
+        ("ckpt=RUNS/links",),
+        "explain.pairs: expected the numbers of nodes to explain, 0 to 1796, such",
+    ),
+    (("ckpt=RUNS/links", "explain.pairs=[[1,2,3]]"), "explain.pairs: expected two nodes each, got"),
+    (
+        ("ckpt=RUNS/links", "explain.pairs=[[1,1797]]"),
+        "explain.pairs: expected numbers from 0 to 1796, got 1797",
+    ),
+    (("ckpt=RUNS/links", "explain.nodes=[1]"), "explain.nodes: expected none for pairs, got [1]"),
+    (("ckpt=RUNS/graph", "explain.pairs=[[1,2]]"), "explain.pairs: expected none for nodes, got"),
+    (("ckpt=RUNS/graphs", "explain.pairs=[[1,2]]"), "explain.pairs: expected none for graphs, got"),
+    (
+        ("ckpt=RUNS/values", "explain.nodes=[5]"),
+        "explain.target: expected which number of a node to explain: lower_left, lower_right;",
     ),
     (("ckpt=RUNS/captions", "explain.method=legrad"), "for sentences, got 'legrad'"),
     (

@@ -10,7 +10,9 @@ import pytest
 import torch
 import yaml
 
+from attnkit.launch.config.compose import Composer
 from attnkit.launch.provenance import git_state
+from attnkit.lightning import UserError
 
 QUICK = (
     "trainer=cpu", "trainer.max_epochs=1", "trainer.limit_batches=2", "model.dim=24",
@@ -140,6 +142,17 @@ def test_each_start_has_an_entry(mine, attnkit, hers):
     config.write_text(config.read_text().replace("interrupt_at: 1", "interrupt_at: null"))
     assert attnkit("--config-dir", hers, "resume=run").code == 0
     assert [start["state"] for start in origin("run")["starts"]] == ["stopped", "done"]
+
+
+def test_a_run_from_before_there_were_levels_is_of_the_default_one():
+    composer = Composer()
+    composed = composer.compose(["task=graph"])
+    assert composed.level == "node"
+    saved = {key: value for key, value in composed.items() if key != "level"}
+    config = composer.overlay(saved, ["task=graph", "level=node", "seed=3"])
+    assert config.seed == 3
+    with pytest.raises(UserError, match="level=link: that run is of level node"):
+        composer.overlay(saved, ["task=graph", "level=link"])
 
 
 @pytest.mark.parametrize(
