@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from attnkit.core.cache import KeyValueCache
     from attnkit.core.capture.logits import record_logits
     from attnkit.core.capture.weights import capture_attention
+    from attnkit.core.exact import exact
     from attnkit.core.kernels.choose import UnsupportedError, explain_backends
     from attnkit.core.kernels.delta_rule import delta_rule
     from attnkit.core.kernels.edges.weights import edge_weights

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import tensors_only
 from attnkit.core.check import check_inputs
+from attnkit.core.exact import EXACT
 from attnkit.core.hidden import HIDING, attend_without_hidden
 from attnkit.core.kernels.base import name_what_has_a_second_derivative
 from attnkit.core.kernels.choose import choose_backend
@@ -93,6 +94,7 @@ def attend(
         and normalizer in _PLAIN_NORMALIZER
         and backend == "auto"
         and dropout_p == 0
+        and not EXACT.get()
         and isinstance(query, Tensor)
         and isinstance(key, Tensor)
         and isinstance(value, Tensor)

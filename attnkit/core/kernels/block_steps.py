@@ -106,10 +106,13 @@ class Steps:
 
     terms: of steps that are alike, what is added to the scores, by likeness and dtype.
     allowed: of others what is allowed, no more bytes than the queries have in float32.
+    is_exact: whether a sequence's bits do not depend on what is computed beside it.
     """
 
-    def __init__(self, mask: Mask, num_queries: int, num_keys: int, width: int) -> None:
-        self.lanes = lanes_of(mask, num_queries, num_keys, width)
+    def __init__(
+        self, lanes: list[Lane], num_queries: int, width: int, *, is_exact: bool = False
+    ) -> None:
+        self.lanes, self.is_exact = lanes, is_exact
         self.terms: dict[object, tuple[Tensor, Tensor | None]] = {}
         self.allowed: dict[object, tuple[Tensor, Tensor | None]] = {}
         self._left = 4 * num_queries * width

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.check import check_inputs
+from attnkit.core.exact import EXACT
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
 from attnkit.core.masks.base import Mask
@@ -18,6 +19,7 @@ from attnkit.core.masks.kept import has_values
 from attnkit.core.masks.plan import BlockCounts, QueryBlocks
 from attnkit.core.normalizers import DeltaRule, Hard, Linear, Normalizer, Softmax
 
+EXACTLY = " inside attnkit.exact()"
 PLANNED = 64  # queries and keys of the blocks that an explanation counts
 
 
@@ -43,8 +45,8 @@ class Place:
 
     def may_serve(self, inputs: Inputs) -> bool:
         """Whether it is worthwhile to ask the kernel; "auto" would not take it otherwise."""
-        is_masked = self.mask is None or isinstance(inputs.mask, self.mask)
-        return is_masked and isinstance(inputs.normalizer, self.normalizer)
+        is_wanted = self.mask is None or isinstance(inputs.mask, self.mask) or bool(EXACT.get())
+        return is_wanted and isinstance(inputs.normalizer, self.normalizer)
 
 
 PLACES = {
@@ -112,8 +114,11 @@ def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
                 backend = _kernel(place_name)
                 if backend.serves(inputs) and backend.pays(inputs):
                     return backend
-        why = dict.fromkeys(reason for reasons in _reasons(inputs).values() for reason in reasons)
-        raise UnsupportedError(f"no backend can serve this attention: {'; '.join(why)}")
+        found, where = _reasons(inputs), ""
+        if EXACT.get():  # of the others each has the one that they are not exact
+            found, where = {n: found[n] for n in found if _kernel(n).is_exact}, EXACTLY
+        why = dict.fromkeys(reason for reasons in found.values() for reason in reasons)
+        raise UnsupportedError(f"no backend can serve this attention{where}: {'; '.join(why)}")
     if not backend.serves(inputs):
         reasons = backend.unsupported_reasons(inputs)
         raise UnsupportedError(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnkit.core.exact import EXACT
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     device_reasons,
@@ -44,6 +45,7 @@ class NumbaEdgesKernel(EdgesKernel):
     """`Edges` on a CPU, by kernels that numba compiles."""
 
     name = "edges_numba"
+    is_exact = True  # each row is summed by one task, in the order of its own edges
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from super().reasons(inputs)
@@ -68,6 +70,8 @@ class NumbaEdgesKernel(EdgesKernel):
             yield f"needs fewer than 2³⁰ edges, got {inputs.mask.num_edges}"
 
     def pays(self, inputs: Inputs) -> bool:
+        if EXACT.get():
+            return True
         is_dot = not isinstance(inputs.score, Additive)
         if is_dot and inputs.edge_features is None and inputs.query.shape[3] > WIDEST_DOT:
             return False

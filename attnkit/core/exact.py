@@ -1,0 +1,53 @@
+"""Attention of which each item has the same bits whatever is computed beside it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from attnkit.core.contexts import Opened, uncompiled
+
+EXACT: Opened[bool] = Opened("exact")
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """In the block attention of an item gives the same bits whatever is computed beside it.
+
+        with attnkit.exact():
+            output = model(batch)
+        output.sum().backward()    # as exact as the forward; it need not be in the block
+
+    The output of `attend`, and its gradients by query, key and value, are to the last bit the same
+
+    - for an item alone and for the same item among others, at any place of any batch;
+    - for a sequence alone, padded (`Padding`: the rows of its tokens) and packed with others
+      (`Packed`), also with `Causal` or `Window` beside it, which then count within the sequence;
+    - with any number of threads, of `torch.set_num_threads` or of `OMP_NUM_THREADS`;
+    - at any address, and in any order of strides.
+
+    Beside `Padding`, of as many queries as keys, the queries that stand where keys are padding are
+    padding too. The real keys of an item stand beside each other, at the left, the right or between
+    padding. Where there are other numbers of queries, as in cross-attention, all are real.
+
+    Each sequence is computed by itself, in one thread, from copies whose layout is always the same,
+    in float32 (float64 if the inputs are). Sequences, heads and blocks of queries are divided among
+    threads. What it costs is in docs/benchmarks.md. The kernel is "block_sparse"; all others
+    refuse, and "auto" takes it for every mask.
+
+    Not promised are the same bits
+
+    - for what else a model computes: linear layers, norms and convolutions are torch's, whose
+      matrix products may depend on the batch and on the threads. A model is as exact as these are;
+    - on other processors, other versions of torch, or outside of the block;
+    - for gradients that sum over items, as those of parameters.
+
+    Served are, on a CPU, softmax with "scaled_dot" or "dot", any mask that is the same for all
+    items, `Padding`, `Packed`, and a bias that needs no gradient. Refused are dropout, whose random
+    numbers depend on the batch, sinks, graphs and other scores, and tensors on a GPU, where this is
+    not tested. Compiled modules run uncompiled in the block. Blocks may be nested. Other threads
+    are not reached, but those that run in this context, as of `asyncio.to_thread`.
+
+    Raises:
+        UnsupportedError: by `attend` in the block, for what cannot be computed so.
+    """
+    with EXACT.opened(True), uncompiled():
+        yield
