@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from attnkit.core.contexts import Opened, uncompiled
 
 EXACT: Opened[bool] = Opened("exact")
@@ -48,6 +50,9 @@ def exact() -> Iterator[None]:
 
     Raises:
         UnsupportedError: by `attend` in the block, for what cannot be computed so.
+        RuntimeError: the block is opened in compiled code.
     """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("attnkit.exact: cannot be opened in compiled code; open it around that")
     with EXACT.opened(True), uncompiled():
         yield

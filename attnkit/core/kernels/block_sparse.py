@@ -38,7 +38,7 @@ from attnkit.core.kernels.base import (
     with_channels,
 )
 from attnkit.core.kernels.block_steps import Lane, Step, Steps, Task, grid_of, lanes_of
-from attnkit.core.kernels.exact_steps import exact_lanes, laid_out, mask_reasons
+from attnkit.core.kernels.exact_steps import EVERYWHERE, exact_lanes, laid_out, mask_reasons
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
@@ -102,7 +102,7 @@ class BlockSparse(Backend):
         if torch.compiler.is_compiling():
             return window_program(inputs)
         if inputs.mask is None:
-            inputs = replace(inputs, mask=Window(None, None, "top_left"))  # everywhere
+            inputs = replace(inputs, mask=EVERYWHERE)
         value_dim, dtype = inputs.value.shape[3], inputs.query.dtype
         dim = max(inputs.query.shape[3], value_dim)
         query, key, value = (

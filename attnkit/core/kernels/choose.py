@@ -19,7 +19,6 @@ from attnkit.core.masks.kept import has_values
 from attnkit.core.masks.plan import BlockCounts, QueryBlocks
 from attnkit.core.normalizers import DeltaRule, Hard, Linear, Normalizer, Softmax
 
-EXACTLY = " inside attnkit.exact()"
 PLANNED = 64  # queries and keys of the blocks that an explanation counts
 
 
@@ -45,8 +44,9 @@ class Place:
 
     def may_serve(self, inputs: Inputs) -> bool:
         """Whether it is worthwhile to ask the kernel; "auto" would not take it otherwise."""
-        is_wanted = self.mask is None or isinstance(inputs.mask, self.mask) or bool(EXACT.get())
-        return is_wanted and isinstance(inputs.normalizer, self.normalizer)
+        is_masked = self.mask is None or isinstance(inputs.mask, self.mask)
+        is_masked = is_masked or (self.mask is Mask and bool(EXACT.get()))  # exact without one
+        return is_masked and isinstance(inputs.normalizer, self.normalizer)
 
 
 PLACES = {
@@ -116,7 +116,10 @@ def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
                     return backend
         found, where = _reasons(inputs), ""
         if EXACT.get():  # of the others each has the one that they are not exact
-            found, where = {n: found[n] for n in found if _kernel(n).is_exact}, EXACTLY
+            places = {name: PLACES[name] for name in found if _kernel(name).is_exact}
+            of_others = None if isinstance(inputs.mask, Edges) else Edges
+            found = {n: found[n] for n, place in places.items() if place.mask is not of_others}
+            where = " inside attnkit.exact()"
         why = dict.fromkeys(reason for reasons in found.values() for reason in reasons)
         raise UnsupportedError(f"no backend can serve this attention{where}: {'; '.join(why)}")
     if not backend.serves(inputs):
