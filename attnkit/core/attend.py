@@ -94,11 +94,11 @@ def attend(
         and normalizer in _PLAIN_NORMALIZER
         and backend == "auto"
         and dropout_p == 0
-        and not EXACT.get()
         and isinstance(query, Tensor)
         and isinstance(key, Tensor)
         and isinstance(value, Tensor)
         and is_torchs_own(query, key, value)
+        and not EXACT.variable.get()
     ):
         output = F.scaled_dot_product_attention(query, key, value)
         name_what_has_a_second_derivative(output, "flash")

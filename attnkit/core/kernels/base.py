@@ -163,9 +163,7 @@ def exact_reasons(inputs: Inputs) -> Iterator[str]:
     score = inputs.score
     if torch.compiler.is_compiling():
         yield "cannot be exact in a compiled program; call it uncompiled inside attnkit.exact()"
-    if isinstance(score, ScaledDot) and isinstance(score.scale, Tensor) or not isinstance(
-        score, ScaledDot | Additive
-    ):
+    if not isinstance(score, ScaledDot | Additive):
         yield f"has no exact score but 'scaled_dot', 'dot' and Additive, got {score}"
     if inputs.dropout_p > 0:
         yield (

@@ -43,7 +43,7 @@ from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept
-from attnkit.core.masks.sequences import Packed, Window
+from attnkit.core.masks.sequences import Packed
 from attnkit.core.operators.modes import is_plain
 from attnkit.core.operators.precision import cast_bias, wide
 from attnkit.core.operators.threads import TASKS_PAY, one_thread_of_torch, run_tasks
@@ -164,7 +164,9 @@ class _Attention(torch.autograd.Function):
         lse = query.new_full((batch, num_heads, num_queries), DEAD, dtype=wide(query.dtype))
         steps = steps_of(inputs)
         shares = _shares(inputs, steps, (query, output, lse), (key, value))
-        tasks = [partial(share.forward, task) for share in shares for task in share.lane.tasks]
+        tasks: list[_Function] = [
+            partial(share.forward, task) for share in shares for task in share.lane.tasks
+        ]
         _run(tasks, query, steps)
         if sink is not None:
             lse = add_sink_(output, lse[..., None], sink)[..., 0]

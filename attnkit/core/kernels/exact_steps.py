@@ -17,6 +17,7 @@ from attnkit.core.kernels.base import with_channels
 from attnkit.core.kernels.block_steps import Lane, Task, lanes_of
 from attnkit.core.masks.base import And, Mask
 from attnkit.core.masks.edges import Edges
+from attnkit.core.masks.kept import has_values
 from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
 from attnkit.core.operators.precision import wide
 
@@ -26,7 +27,7 @@ ALIGNED = 64  # bytes: vectors of processors are no longer
 
 def mask_reasons(inputs: Inputs) -> Iterator[str]:
     """Why the mask cannot be computed so that the bits of an item are its own."""
-    if inputs.mask is None:
+    if inputs.mask is None or not has_values(inputs.query.device):
         return
     cuts, inside = _taken_apart(inputs.mask)
     kinds = {type(leaf) for part in inside for leaf in _leaves(part)}
@@ -46,7 +47,7 @@ def mask_reasons(inputs: Inputs) -> Iterator[str]:
             continue
         if inside and inputs.num_queries != inputs.num_keys:
             yield "needs as many queries as keys for Causal or Window beside Padding"
-        if cut.lengths.dtype == torch.bool and _starts(cut.lengths).sum(1).max() > 1:
+        if cut.lengths.dtype == torch.bool and (_starts(cut.lengths).sum(1) > 1).any():
             yield "needs the real keys of an item beside each other, got padding between them"
 
 

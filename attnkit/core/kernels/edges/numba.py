@@ -63,6 +63,8 @@ class NumbaEdgesKernel(EdgesKernel):
         score = inputs.score
         if isinstance(score, Additive) and score.activation != "leaky_relu":
             yield f"needs the activation 'leaky_relu', got {score.activation!r}"
+        if EXACT.get() and inputs.is_grouped:
+            yield "has no exact grouped heads, whose gradients torch sums"
         dim = max(inputs.query.shape[3], inputs.value.shape[3])
         if dim > LARGEST_DIM:
             yield f"needs a head_dim of at most {LARGEST_DIM}, got {dim}"
