@@ -31,9 +31,10 @@ def exact() -> Iterator[None]:
     padding. Where there are other numbers of queries, as in cross-attention, all are real.
 
     Each sequence is computed by itself, in one thread, from copies whose layout is always the same,
-    in float32 (float64 if the inputs are). Sequences, heads and blocks of queries are divided among
-    threads. What it costs is in docs/benchmarks.md. The kernel is "block_sparse"; all others
-    refuse, and "auto" takes it for every mask.
+    in float32 (float64 if the inputs are). Sequences and blocks of queries are divided among
+    threads. What it costs is in docs/benchmarks.md. The kernels are "block_sparse", and
+    "edges_numba" for `Edges`, where a graph has the same bits among other graphs, if its edges keep
+    their order; "auto" takes these, all others refuse.
 
     Not promised are the same bits
 
@@ -42,11 +43,12 @@ def exact() -> Iterator[None]:
     - on other processors, other versions of torch, or outside of the block;
     - for gradients that sum over items, as those of parameters.
 
-    Served are, on a CPU, softmax with "scaled_dot" or "dot", any mask that is the same for all
-    items, `Padding`, `Packed`, and a bias that needs no gradient. Refused are dropout, whose random
-    numbers depend on the batch, sinks, graphs and other scores, and tensors on a GPU, where this is
-    not tested. Compiled modules run uncompiled in the block. Blocks may be nested. Other threads
-    are not reached, but those that run in this context, as of `asyncio.to_thread`.
+    Served are, on a CPU, softmax with "scaled_dot" or "dot" (over `Edges` also `Additive`), any mask
+    that is the same for all items, `Padding`, `Packed`, and a bias that needs no gradient. Refused
+    are dropout, whose random numbers depend on the batch, sinks, other scores and normalizers, edge
+    features, and tensors on a GPU, where none of this was tested. Compiled modules run uncompiled
+    in the block. Blocks may be nested. Other threads are not reached, but those that run in this
+    context, as of `asyncio.to_thread`.
 
     Raises:
         UnsupportedError: by `attend` in the block, for what cannot be computed so.

@@ -419,6 +419,23 @@ def test_what_cannot_be_exact_is_refused(name):
         attnkit.attend(*TENSORS, **options)
 
 
+def test_over_edges_what_cannot_be_exact_is_refused():
+    pytest.importorskip("numba")
+    query, key, value = TENSORS
+    edges = Edges(torch.randint(70, (2, 300)), 70)
+    features = attnkit.EdgeFeatures(torch.randn(300, 3), key_weight=torch.randn(2, 16, 3))
+    wide = torch.cat([query] * 3, 1)
+    for tensors, options, message in (
+        (TENSORS, {"edge_features": features}, "no exact edge features"),
+        (TENSORS, {"backend": "edges"}, "depend on the batch or on threads"),
+        (TENSORS, {"sink": torch.zeros(2)}, "no exact sink"),
+        ([wide, key, value], {}, "no exact grouped heads"),
+        ([tensor.double() for tensor in TENSORS], {}, "float64"),
+    ):
+        with attnkit.exact(), pytest.raises(UnsupportedError, match=message):
+            attnkit.attend(*tensors, mask=edges, **options)
+
+
 def test_sinks_and_masks_of_other_alignments_are_refused():
     query, key, value, _ = Case(4).drawn(2, 5, 9)
     with attnkit.exact(), pytest.raises(UnsupportedError, match="no exact sink"):
