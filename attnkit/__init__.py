@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from attnkit.core.cache import KeyValueCache
     from attnkit.core.capture.logits import record_logits
     from attnkit.core.capture.weights import capture_attention
-    from attnkit.core.exact import exact
     from attnkit.core.kernels.choose import UnsupportedError, explain_backends
     from attnkit.core.kernels.delta_rule import delta_rule
     from attnkit.core.kernels.edges.weights import edge_weights
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
+    from attnkit.core.operators.exact import exact
     from attnkit.core.operators.multiply_adds import count_multiply_adds
     from attnkit.core.positions.absolute import (
         FactorizedPositions2d,

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import tensors_only
 from attnkit.core.check import check_inputs
-from attnkit.core.exact import EXACT
 from attnkit.core.hidden import HIDING, attend_without_hidden
 from attnkit.core.kernels.base import name_what_has_a_second_derivative
 from attnkit.core.kernels.choose import choose_backend
@@ -17,6 +16,7 @@ from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.normalizers import NORMALIZERS, Normalizer
+from attnkit.core.operators.exact import EXACT
 from attnkit.core.scores.kinds import SCORES, Score
 
 _PLAIN_SCORE = ("scaled_dot", SCORES["scaled_dot"])

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from attnkit.core.arguments import floating
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.check import check_inputs
-from attnkit.core.exact import EXACT
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.listeners import LISTENERS, Seen, tell, unheard
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers import Softmax
+from attnkit.core.operators.exact import EXACT
 from attnkit.core.running import others_follow
 from attnkit.core.scores.kinds import ScaledDot
 

@@ -13,13 +13,13 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn import functional as F
 
-from attnkit.core.exact import EXACT
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import tensors_within
 from attnkit.core.normalizers import Normalizer, Softmax
+from attnkit.core.operators.exact import EXACT
 from attnkit.core.operators.modes import has_tangent
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import ScaledDot

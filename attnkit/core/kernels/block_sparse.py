@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnkit.core.exact import EXACT
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     Backend,
@@ -37,13 +36,23 @@ from attnkit.core.kernels.base import (
     unwritten,
     with_channels,
 )
-from attnkit.core.kernels.block_steps import Lane, Step, Steps, Task, grid_of, lanes_of
-from attnkit.core.kernels.exact_steps import EVERYWHERE, exact_lanes, laid_out, mask_reasons
+from attnkit.core.kernels.block_steps import (
+    EVERYWHERE,
+    Lane,
+    Step,
+    Steps,
+    Task,
+    exact_lanes,
+    exact_mask_reasons,
+    grid_of,
+    lanes_of,
+)
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.sequences import Packed
+from attnkit.core.operators.exact import EXACT, laid_out
 from attnkit.core.operators.modes import is_plain
 from attnkit.core.operators.precision import cast_bias, wide
 from attnkit.core.operators.threads import TASKS_PAY, one_thread_of_torch, run_tasks
@@ -72,7 +81,7 @@ class BlockSparse(Backend):
         yield from dot_product_reasons(inputs)
         yield from functorch_reasons()
         yield from bias_gradient_reasons(inputs)
-        yield from mask_reasons(inputs) if EXACT.get() else dropout_reasons(inputs)
+        yield from exact_mask_reasons(inputs) if EXACT.get() else dropout_reasons(inputs)
 
     def pays(self, inputs: Inputs) -> bool:
         if torch.compiler.is_compiling():

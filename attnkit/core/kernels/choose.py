@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from attnkit.core.check import check_inputs
-from attnkit.core.exact import EXACT
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import Backend
 from attnkit.core.masks.base import Mask
@@ -18,6 +17,7 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import has_values
 from attnkit.core.masks.plan import BlockCounts, QueryBlocks
 from attnkit.core.normalizers import DeltaRule, Hard, Linear, Normalizer, Softmax
+from attnkit.core.operators.exact import EXACT
 
 PLANNED = 64  # queries and keys of the blocks that an explanation counts
 

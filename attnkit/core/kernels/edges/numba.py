@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnkit.core.exact import EXACT
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
     device_reasons,
@@ -28,6 +27,7 @@ from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.caches import caches
+from attnkit.core.operators.exact import EXACT
 from attnkit.core.operators.threads import run_tasks
 from attnkit.core.scores.additive import Additive
 

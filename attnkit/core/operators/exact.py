@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from attnkit.core.contexts import Opened, uncompiled
+from attnkit.core.operators.precision import wide
 
 EXACT: Opened[bool] = Opened("exact")
+ALIGNED = 64  # bytes: vectors of processors are no longer
 
 
 @contextmanager
@@ -43,12 +47,12 @@ def exact() -> Iterator[None]:
     - on other processors, other versions of torch, or outside of the block;
     - for gradients that sum over items, as those of parameters.
 
-    Served are, on a CPU, softmax with "scaled_dot" or "dot" (over `Edges` also `Additive`), any mask
-    that is the same for all items, `Padding`, `Packed`, and a bias that needs no gradient. Refused
-    are dropout, whose random numbers depend on the batch, sinks, other scores and normalizers, edge
-    features, and tensors on a GPU, where none of this was tested. Compiled modules run uncompiled
-    in the block. Blocks may be nested. Other threads are not reached, but those that run in this
-    context, as of `asyncio.to_thread`.
+    Served are, on a CPU, softmax with "scaled_dot" or "dot" (over `Edges` also `Additive`), any
+    mask that is the same for all items, `Padding`, `Packed`, and a bias that needs no gradient.
+    Refused are dropout, whose random numbers depend on the batch, sinks, other scores and
+    normalizers, edge features, and tensors on a GPU, where none of this was tested. Compiled
+    modules run uncompiled in the block. Blocks may be nested. Other threads are not reached, but
+    those that run in this context, as of `asyncio.to_thread`.
 
     Raises:
         UnsupportedError: by `attend` in the block, for what cannot be computed so.
@@ -58,3 +62,19 @@ def exact() -> Iterator[None]:
         raise RuntimeError("attnkit.exact: cannot be opened in compiled code; open it around that")
     with EXACT.opened(True), uncompiled():
         yield
+
+
+def laid_out(tensor: Tensor) -> Tensor:
+    """The numbers [batch, heads, tokens, channels] one after the other, in the precision that sums
+    are computed in, each token at an address that a vector may have: what matrix products do at
+    other addresses, and of other strides, may end in other bits."""
+    dtype = wide(tensor.dtype)
+    at_once = ALIGNED // dtype.itemsize
+    tensor, missing = tensor.to(dtype), -tensor.shape[3] % at_once
+    if missing:
+        tensor = F.pad(tensor, (0, missing))
+    _, heads, tokens, channels = tensor.shape
+    in_order = heads * tokens * channels, tokens * channels, channels, 1
+    if tensor.stride() == in_order and tensor.data_ptr() % ALIGNED == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
