@@ -186,9 +186,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("block_sparse", *gradients, *ctx.saved_tensors)
+        query, key, value, sink, output, lse = saved = ctx.saved_tensors  # checkpoints give it once
+        refuse_second_derivative("block_sparse", *gradients, *saved)
         ctx.check()
-        query, key, value, sink, output, lse = ctx.saved_tensors
         lay = laid_out if ctx.steps.is_exact else channels_in_order
         query, key, value, gradient = map(lay, (query, key, value, gradients[0]))
         rows = query, output, lse, gradient
@@ -232,8 +232,8 @@ def _shares(
     batch, num_heads = rows[0].shape[:2]
     num_key_heads, _, dim = keys[0].shape[1:]
     groups = num_heads // num_key_heads
+    most = max(1, MOST_WIDTH // (num_key_heads * dim))
     for lane in steps.lanes:
-        most = max(1, MOST_WIDTH // (num_key_heads * dim))
         starts = range(0, batch, most) if lane.item is None else [lane.item]
         size = most if lane.item is None else 1
         pairs = [(slice(group, None, groups), slice(None)) for group in range(groups)]
