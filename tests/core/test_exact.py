@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import attnkit
 from attnkit import Causal, Edges, Packed, Padding, UnsupportedError, Window
 from attnkit.core.decode_step import attention_step
+from attnkit.core.kernels.base import by_operators
 
 THREADS = 1, 2, 3, 4
 LENGTHS = 1, 2, 7, 31, 63, 64, 65, 100, 128, 191, 200, 257, 300
@@ -382,6 +384,25 @@ def test_recorded_and_under_autocast():
         assert are_same(case.among_others(), alone)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_in_the_block(use_reentrant):
+    case = Case(2, lengths=(100,))
+    *inputs, towards = case.drawn(3, 100, 100)
+
+    def both(chosen, threads):
+        torch.set_num_threads(threads)
+        given = [tensor[chosen].detach().requires_grad_() for tensor in inputs]
+        with attnkit.exact():
+            output = checkpoint(attnkit.attend, *given, use_reentrant=use_reentrant)
+            output.backward(towards[chosen])
+        return [output.detach(), *(tensor.grad for tensor in given)]
+
+    whole, own = both(slice(None), 2), slice(1, 2)
+    assert are_same([tensor[own] for tensor in whole], both(own, 1))
+    alone = results([tensor[own] for tensor in (*inputs, towards)])
+    assert are_same(both(own, 3), alone)
+
+
 def test_vectors_of_one_length_are_one_layout():
     """A tensor of one token, or one head, may have any strides there."""
     query, key, value, towards = Case(0).drawn(3, 1, 70)
@@ -434,6 +455,8 @@ def test_over_edges_what_cannot_be_exact_is_refused():
     ):
         with attnkit.exact(), pytest.raises(UnsupportedError, match=message):
             attnkit.attend(*tensors, mask=edges, **options)
+    with attnkit.exact(), by_operators(), pytest.raises(UnsupportedError, match="is counted by"):
+        attnkit.attend(*TENSORS, mask=edges)
 
 
 def test_sinks_and_masks_of_other_alignments_are_refused():

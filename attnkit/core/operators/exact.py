@@ -30,6 +30,9 @@ def exact() -> Iterator[None]:
     - with any number of threads, of `torch.set_num_threads` or of `OMP_NUM_THREADS`;
     - at any address, and in any order of strides.
 
+    Where activations are checkpointed, the backward computes the forward again: then it must be in
+    the block, too.
+
     Beside `Padding`, of as many queries as keys, the queries that stand where keys are padding are
     padding too. The real keys of an item stand beside each other, at the left, the right or between
     padding. Where there are other numbers of queries, as in cross-attention, all are real.

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
+    computes_by_operators,
     device_reasons,
     first_channels,
     multiple_of_8,
@@ -65,6 +66,8 @@ class NumbaEdgesKernel(EdgesKernel):
             yield f"needs the activation 'leaky_relu', got {score.activation!r}"
         if EXACT.get() and inputs.is_grouped:
             yield "has no exact grouped heads, whose gradients torch sums"
+        if EXACT.get() and computes_by_operators():
+            yield "is counted by torch's operators, which are not exact; count outside the block"
         dim = max(inputs.query.shape[3], inputs.value.shape[3])
         if dim > LARGEST_DIM:
             yield f"needs a head_dim of at most {LARGEST_DIM}, got {dim}"
