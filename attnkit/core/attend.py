@@ -16,6 +16,7 @@ from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.normalizers import NORMALIZERS, Normalizer
+from attnkit.core.operators.exact import EXACT
 from attnkit.core.scores.kinds import SCORES, Score
 
 _PLAIN_SCORE = ("scaled_dot", SCORES["scaled_dot"])
@@ -98,6 +99,7 @@ def attend(
         and isinstance(key, Tensor)
         and isinstance(value, Tensor)
         and is_torchs_own(query, key, value)
+        and not EXACT.variable.get()
     ):
         output = F.scaled_dot_product_attention(query, key, value)
         name_what_has_a_second_derivative(output, "flash")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from threading import RLock, local
 from typing import Any, Generic, TypeVar
 
@@ -126,7 +127,8 @@ def _paused(key: Hashable) -> Iterator[None]:
 
 def uncompiled() -> AbstractContextManager[None]:
     """In the block compiled modules run uncompiled, in all threads: torch has one stance."""
-    return shared("stance", lambda: torch.compiler.set_stance("force_eager"))
+    # no function of ours, which torch.compile would trace where it runs what it could not compile
+    return shared("stance", partial(torch.compiler.set_stance, "force_eager"))
 
 
 @contextmanager

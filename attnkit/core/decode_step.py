@@ -12,6 +12,7 @@ from attnkit.core.kernels.record import note_kernel
 from attnkit.core.listeners import LISTENERS, Seen, tell, unheard
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers import Softmax
+from attnkit.core.operators.exact import EXACT
 from attnkit.core.running import others_follow
 from attnkit.core.scores.kinds import ScaledDot
 
@@ -74,6 +75,7 @@ def _is_plain(block: MultiHeadAttention, tokens: Tensor) -> bool:
         and "forward" not in vars(block)  # as accelerate puts there
         and tokens.dtype in (torch.float32, torch.float64)
         and not torch.is_grad_enabled()
+        and not EXACT.get()
         and not torch.is_autocast_enabled(tokens.device.type)
     )
 

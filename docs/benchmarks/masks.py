@@ -1,7 +1,7 @@
 """Masks against full and padded attention, forward + backward.
 
     python docs/benchmarks/masks.py [line] [memory] [grid] [packed] [compositions] [patterns] [plan]
-        [sinks] [--busy 1]
+        [sinks] [exact] [--busy 1]
 
 - line: a window of ±128 at 32,768 tokens, 4 heads × 64, against full flash in the same run, and
   against itself at half the tokens;
@@ -14,7 +14,9 @@
   as a share of flash without a mask, beside the share of 64 × 64 blocks that the mask touches;
 - patterns: Longformer's and BigBird's at 16,384 tokens, against flash without a mask;
 - plan: the plans of masks at a million tokens, time and memory;
-- sinks: a learned sink against none, 4,096 tokens, 4 heads × 64, one thread, processor time.
+- sinks: a learned sink against none, 4,096 tokens, 4 heads × 64, one thread, processor time;
+- exact: inside `attnkit.exact` against the same call outside: full and causal attention, packed and
+  padded sequences, 4 or 8 heads × 64.
 
 Programs alternate; a ratio is the median of the rounds' ratios. On a machine that others use too,
 set OMP_WAIT_POLICY=passive: threads that spin while they wait hold up these short parallel regions.
@@ -290,6 +292,38 @@ def sinks(pairs: int) -> None:
     torch.set_num_threads(threads)
 
 
+def exactly(**options):
+    def run(*inputs):
+        with attnkit.exact():
+            return attnkit.attend(*inputs, **options)
+
+    return run
+
+
+def exact(pairs: int) -> None:
+    lengths = torch.randint(64, 513, (16,), generator=torch.Generator().manual_seed(0))
+    tokens, longest = int(lengths.sum()), int(lengths.max())
+    causal, packed, padding = Causal(), Packed(lengths), Padding(lengths)
+    cases = {
+        "8 items × 4 heads × 256 tokens": (None, tensors(4, 256, 64, batch=8)),
+        "4 × 8 × 1,024, causal": (causal, tensors(8, 1024, 64, batch=4)),
+        f"16 packed, {tokens:,} tokens": (packed, tensors(4, tokens, 64)),
+        "the same, causal": (packed & causal, tensors(4, tokens, 64)),
+        f"16 padded to {longest} tokens": (padding, tensors(4, longest, 64, batch=16)),
+        "the same, causal ": (padding & causal, tensors(4, longest, 64, batch=16)),
+        "64 × 8 × 16 (small)": (None, tensors(8, 16, 64, batch=64)),
+    }
+    rows = []
+    for name, (mask, inputs) in cases.items():
+        programs = {
+            "exact": step(exactly(mask=mask), inputs),
+            "outside": step(attention(mask=mask), inputs),
+        }
+        times = alternate(programs, 5 * pairs)
+        rows.append(row(name, times, "outside", "exact"))
+    print(table(rows))
+
+
 FIGURES = {
     "memory": memory,
     "grid": grid,
@@ -299,6 +333,7 @@ FIGURES = {
     "patterns": patterns,
     "plan": plan,
     "sinks": sinks,
+    "exact": exact,
 }
 
 

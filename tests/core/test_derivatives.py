@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.func import grad, jvp
+from torch.utils.checkpoint import checkpoint
 
 import attnkit
 from attnkit import attend
@@ -106,3 +107,27 @@ def test_every_kernel_is_right_or_says_what_is(name):
             else:
                 found = torch.zeros_like(expected) if found is None else found
                 torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
+
+
+CHECKPOINTED = {
+    "window": {"mask": attnkit.Window(1, 1), "backend": "block_sparse"},
+    "sink": {"sink": VECTOR[:2], "backend": "flash"},
+    "sink_window": {
+        "sink": VECTOR[:2], "mask": attnkit.Window(1, 1), "backend": "block_sparse"
+    },
+    "edges": {"mask": attnkit.Edges(REVERSED, TOKENS), "backend": "edges"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_kernel_with_a_backward_of_its_own_in_a_checkpoint(name, use_reentrant):
+    """Checkpoints of torch give the tensors that a backward saved once."""
+    tensors = [torch.randn(1, 2, TOKENS, 4, dtype=torch.float64) for _ in range(3)]
+    attention = partial(attend, **CHECKPOINTED[name])
+    both = []
+    for run in (attention, partial(checkpoint, attention, use_reentrant=use_reentrant)):
+        inputs = [tensor.clone().requires_grad_() for tensor in tensors]
+        run(*inputs).sin().sum().backward()
+        both.append([tensor.grad for tensor in inputs])
+    torch.testing.assert_close(*both)

@@ -19,12 +19,16 @@ from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import tensors_within
 from attnkit.core.normalizers import Normalizer, Softmax
+from attnkit.core.operators.exact import EXACT
 from attnkit.core.operators.modes import has_tangent
+from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import ScaledDot
 
 TRACED_PARTS = 16
 """About how many parts of its work a kernel does one after the other in a program of torch.compile,
 which holds the operators of each part."""
+
+NOT_EXACT = "gives bits that may depend on the batch or on threads, inside attnkit.exact()"
 
 _IS_COUNTED = ContextVar("_IS_COUNTED", default=False)
 
@@ -45,6 +49,8 @@ class Backend:
     """Whether it computes a sink."""
     reads_edges = False
     """Whether it reads edges one by one, with what they carry, or as a boolean mask."""
+    is_exact = False
+    """Whether it keeps what `attnkit.exact` promises."""
     has_all_derivatives = False
     """Whether it has derivatives of all orders, also in forward mode, or the gradient alone."""
 
@@ -61,6 +67,10 @@ class Backend:
         if inputs.sink is not None and not self.has_sink:
             serves = False
             yield "has no sink"
+        if EXACT.get():
+            for reason in exact_reasons(inputs) if self.is_exact else (NOT_EXACT,):
+                serves = False
+                yield reason
         for reason in self.reasons(inputs):
             serves = False
             yield reason
@@ -146,6 +156,24 @@ def bias_gradient_reasons(inputs: Inputs) -> Iterator[str]:
     """Why a kernel that computes no gradient of the bias refuses."""
     if inputs.bias is not None and inputs.bias.requires_grad:
         yield "has no gradient for the bias, which requires one"
+
+
+def exact_reasons(inputs: Inputs) -> Iterator[str]:
+    """Why a kernel that is exact refuses inside `attnkit.exact`."""
+    score = inputs.score
+    if torch.compiler.is_compiling():
+        yield "cannot be exact in a compiled program; call it uncompiled inside attnkit.exact()"
+    if not isinstance(score, ScaledDot | Additive):
+        yield f"has no exact score but 'scaled_dot', 'dot' and Additive, got {score}"
+    if inputs.dropout_p > 0:
+        yield (
+            f"draws dropout for the whole batch, inside attnkit.exact(), got "
+            f"dropout_p={inputs.dropout_p}; give 0, or put the model in evaluation mode"
+        )
+    if inputs.sink is not None:
+        yield "has no exact sink"
+    if inputs.edge_features is not None:
+        yield "has no exact edge features"
 
 
 def functorch_reasons() -> Iterator[str]:

@@ -9,12 +9,14 @@ In the backward each step is given the output and lse of all, so that its gradie
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
@@ -34,17 +36,29 @@ from attnkit.core.kernels.base import (
     unwritten,
     with_channels,
 )
-from attnkit.core.kernels.block_steps import Lane, Step, Steps, Task, grid_of
+from attnkit.core.kernels.block_steps import (
+    EVERYWHERE,
+    Lane,
+    Step,
+    Steps,
+    Task,
+    exact_lanes,
+    exact_mask_reasons,
+    grid_of,
+    lanes_of,
+)
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
 from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept
-from attnkit.core.masks.sequences import Packed, Window
+from attnkit.core.masks.sequences import Packed
+from attnkit.core.operators.exact import EXACT, laid_out
 from attnkit.core.operators.modes import is_plain
 from attnkit.core.operators.precision import cast_bias, wide
-from attnkit.core.operators.threads import TASKS_PAY, run_tasks
+from attnkit.core.operators.threads import TASKS_PAY, one_thread_of_torch, run_tasks
 
 PAYS = 2**22  # products query · key of a full matrix, before which nothing is planned
+VECTORS = 64  # numbers, a multiple of those that torch's loops compute at once
 MOST_WIDTH = 1024  # numbers of a token, in all heads and items of a call
 DEAD = -1e30  # the lse of a row that sees nothing: e^(−∞ − DEAD) is 0, and nothing is −∞ − −∞
 
@@ -54,6 +68,7 @@ class BlockSparse(Backend):
 
     name = "block_sparse"
     has_sink = True
+    is_exact = True
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         if torch.compiler.is_compiling():
@@ -65,12 +80,14 @@ class BlockSparse(Backend):
         yield from empty_reasons(inputs)
         yield from dot_product_reasons(inputs)
         yield from functorch_reasons()
-        yield from dropout_reasons(inputs)
         yield from bias_gradient_reasons(inputs)
+        yield from exact_mask_reasons(inputs) if EXACT.get() else dropout_reasons(inputs)
 
     def pays(self, inputs: Inputs) -> bool:
         if torch.compiler.is_compiling():
             return program_pays(inputs)
+        if EXACT.get():
+            return True
         batch, num_heads, num_queries, dim = inputs.query.shape
         full = batch * num_heads * dim * num_queries * inputs.num_keys
         if inputs.mask is None or inputs.is_causal:  # which flash computes as it is
@@ -94,16 +111,17 @@ class BlockSparse(Backend):
         if torch.compiler.is_compiling():
             return window_program(inputs)
         if inputs.mask is None:
-            inputs = replace(inputs, mask=Window(None, None, "top_left"))  # everywhere
-        value_dim = inputs.value.shape[3]
+            inputs = replace(inputs, mask=EVERYWHERE)
+        value_dim, dtype = inputs.value.shape[3], inputs.query.dtype
         dim = max(inputs.query.shape[3], value_dim)
         query, key, value = (
-            channels_in_order(with_channels(tensor, dim))
-            for tensor in (inputs.query, inputs.key, inputs.value)
+            with_channels(tensor, dim) for tensor in (inputs.query, inputs.key, inputs.value)
         )
+        lay = laid_out if EXACT.get() else channels_in_order
+        query, key, value = map(lay, (query, key, value))
         sink = None if inputs.sink is None else inputs.sink[:, None, None]
         output = _Attention.apply(query, key, value, sink, inputs)
-        return first_channels(output, value_dim)
+        return first_channels(output, value_dim).to(dtype)
 
 
 def _program_reasons(inputs: Inputs) -> Iterator[str]:
@@ -125,8 +143,13 @@ def steps_of(inputs: Inputs) -> Steps:
     assert mask is not None
     width = inputs.key.shape[1] * max(inputs.query.shape[3], inputs.value.shape[3])
     sizes = inputs.num_queries, inputs.num_keys, width
-    make = partial(Steps, mask, *sizes)
-    return kept(mask, "_steps", sizes, inputs.query.device, make)
+    is_exact = bool(EXACT.get())
+
+    def make() -> Steps:
+        lanes = (exact_lanes if is_exact else lanes_of)(mask, *sizes)
+        return Steps(lanes, inputs.num_queries, width, is_exact=is_exact)
+
+    return kept(mask, "_steps", (*sizes, is_exact), inputs.query.device, make)
 
 
 def _cost(inputs: Inputs) -> int:
@@ -150,7 +173,10 @@ class _Attention(torch.autograd.Function):
         lse = query.new_full((batch, num_heads, num_queries), DEAD, dtype=wide(query.dtype))
         steps = steps_of(inputs)
         shares = _shares(inputs, steps, (query, output, lse), (key, value))
-        _run([partial(share.forward, task) for share in shares for task in share.lane.tasks], query)
+        tasks: list[_Function] = [
+            partial(share.forward, task) for share in shares for task in share.lane.tasks
+        ]
+        _run(tasks, query, steps)
         if sink is not None:
             lse = add_sink_(output, lse[..., None], sink)[..., 0]
         ctx.save_for_backward(query, key, value, sink, output, lse)
@@ -160,10 +186,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("block_sparse", *gradients, *ctx.saved_tensors)
+        query, key, value, sink, output, lse = saved = ctx.saved_tensors  # checkpoints give it once
+        refuse_second_derivative("block_sparse", *gradients, *saved)
         ctx.check()
-        query, key, value, sink, output, lse = ctx.saved_tensors
-        rows = query, output, lse, channels_in_order(gradients[0])
+        lay = laid_out if ctx.steps.is_exact else channels_in_order
+        query, key, value, gradient = map(lay, (query, key, value, gradients[0]))
+        rows = query, output, lse, gradient
         # sums of many steps: in float32 where the kernel computes in half precision
         totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
         tasks: list[_Function] = []
@@ -174,7 +202,7 @@ class _Attention(torch.autograd.Function):
                     tasks += [partial(share.backward, task, step) for step in task.steps]
                 else:
                     tasks.append(partial(share.backward_of_gathered, task))
-        _run(tasks, query)
+        _run(tasks, query, ctx.steps)
         of_sink = None
         if sink is not None:
             of_sink = sink_gradient(sink, lse[..., None], (output, gradients[0]))
@@ -184,15 +212,16 @@ class _Attention(torch.autograd.Function):
 _Function = Callable[[], Callable[[], None] | None]
 
 
-def _run(tasks: list[_Function], query: Tensor) -> None:
+def _run(tasks: list[_Function], query: Tensor, steps: Steps) -> None:
     """The tasks, in threads of our own where that pays."""
     if is_plain(query) and query.numel() * query.shape[2] >= TASKS_PAY:
         run_tasks(tasks)
         return
-    for task in tasks:
-        finish = task()
-        if finish is not None:
-            finish()
+    with one_thread_of_torch() if steps.is_exact else nullcontext():
+        for task in tasks:
+            finish = task()
+            if finish is not None:
+                finish()
 
 
 def _shares(
@@ -244,7 +273,7 @@ class _Share:
     def term(self, task: Task, step: Step) -> tuple[Tensor | None, Tensor | None]:
         """What is added to the scores of a step, [items, heads, queries, keys]: 0 or −∞ where the
         mask says so, and the bias. And which rows see nothing. None where there is nothing."""
-        bias, query = self.inputs.bias, self.inputs.query
+        bias, query = self.inputs.bias, self.rows[0]
         if bias is None and not step.is_masked:
             return None, None
         shape = *self.rows[0].shape[:2], step.size, step.num_keys
@@ -266,7 +295,7 @@ class _Share:
         for dim, index in enumerate((*self.indices(), *task.tokens(step))):
             if bias.shape[dim] > 1:
                 bias = bias.index_select(dim, index)
-        return cast_bias(bias, self.inputs.query.dtype)
+        return cast_bias(bias, self.rows[0].dtype)
 
     def allowed(self, task: Task, step: Step) -> tuple[Tensor, Tensor | None]:
         """What the mask allows in a step; and which rows see nothing, if there are such."""
@@ -312,8 +341,9 @@ class _Share:
                 s = s.masked_fill(dead, DEAD)
             out, sums = (part.narrow(2, step.start, step.size) for part in (output, lse))
             if step.joins:
-                out.lerp_(o.to(out.dtype), torch.sigmoid(s - sums).unsqueeze(-1))
-                sums.copy_(torch.logaddexp(sums, s))
+                share, joined = _joined(sums, s)
+                out.lerp_(o.to(out.dtype), share.unsqueeze(-1))
+                sums.copy_(joined)
             else:
                 out.copy_(o)
                 sums.copy_(s)
@@ -380,6 +410,15 @@ class _Share:
             attn_mask=term,
             scale=self.inputs.scale,
         )
+
+
+def _joined(lse: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Of which share the other is, and the lse of both, [..., rows]. They are filled up to whole
+    vectors, since torch computes by other code, with other last digits, what is no whole vector."""
+    size = lse.shape[-1]
+    lse, other = (F.pad(tensor, (0, -size % VECTORS)) for tensor in (lse, other))
+    found = torch.sigmoid(other - lse), torch.logaddexp(lse, other)
+    return found[0][..., :size], found[1][..., :size]
 
 
 def _taken(tensor: Tensor, tokens: slice | Tensor) -> Tensor:

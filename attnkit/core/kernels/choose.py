@@ -21,6 +21,7 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import has_values
 from attnkit.core.masks.plan import BlockCounts, QueryBlocks
 from attnkit.core.normalizers import DeltaRule, Hard, Linear, Normalizer, Softmax
+from attnkit.core.operators.exact import EXACT
 
 PLANNED = 64  # queries and keys of the blocks that an explanation counts
 
@@ -48,6 +49,7 @@ class Place:
     def may_serve(self, inputs: Inputs) -> bool:
         """Whether it is worthwhile to ask the kernel; "auto" would not take it otherwise."""
         is_masked = self.mask is None or isinstance(inputs.mask, self.mask)
+        is_masked = is_masked or (self.mask is Mask and bool(EXACT.get()))  # exact without one
         return is_masked and isinstance(inputs.normalizer, self.normalizer)
 
 
@@ -115,10 +117,7 @@ def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
         wrong, timed = ledger.about(inputs)
         backend = _first(inputs, wrong)
         if backend is None:
-            why = [reason for reasons in _reasons(inputs).values() for reason in reasons]
-            why += [f"{name} was found wrong here (attnkit doctor)" for name in wrong]
-            why = list(dict.fromkeys(why))
-            raise UnsupportedError(f"no backend can serve this attention: {'; '.join(why)}")
+            raise UnsupportedError(_why_none(inputs, wrong))
         for faster in () if timed is None else timed.faster_than(backend.name):
             if faster in PLACES and faster not in wrong and _kernel(faster).serves(inputs):
                 return _kernel(faster)
@@ -139,6 +138,18 @@ def _first(inputs: Inputs, wrong: Sequence[str]) -> Backend | None:
             if backend.serves(inputs) and backend.pays(inputs):
                 return backend
     return None
+
+
+def _why_none(inputs: Inputs, wrong: Sequence[str]) -> str:
+    found, where = _reasons(inputs), ""
+    if EXACT.get():  # of the others each has the one that they are not exact
+        places = {name: PLACES[name] for name in found if _kernel(name).is_exact}
+        of_others = None if isinstance(inputs.mask, Edges) else Edges
+        found = {n: found[n] for n, place in places.items() if place.mask is not of_others}
+        where = " inside attnkit.exact()"
+    why = [reason for reasons in found.values() for reason in reasons]
+    why += [f"{name} was found wrong here (attnkit doctor)" for name in wrong]
+    return f"no backend can serve this attention{where}: {'; '.join(dict.fromkeys(why))}"
 
 
 @dataclass(frozen=True)

@@ -230,8 +230,9 @@ class _FlashWithSink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("flash", *gradients, *ctx.saved_tensors)
-        query, key, value, output, rows, sink, term, *kept = ctx.saved_tensors
+        saved = ctx.saved_tensors  # checkpoints give it once
+        refuse_second_derivative("flash", *gradients, *saved)
+        query, key, value, output, rows, sink, term, *kept = saved
         gradient = channels_in_order(gradients[0])
         given = gradient, query, key, value, output, rows[..., 0]
         if query.is_cuda:

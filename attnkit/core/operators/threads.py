@@ -42,7 +42,7 @@ def run_tasks(tasks: Sequence[Callable[[], Finish | None]]) -> None:
 
     def work() -> None:
         nonlocal finished
-        with torch.inference_mode(inference), torch.no_grad(), _one_thread_of_torch():
+        with torch.inference_mode(inference), torch.no_grad(), one_thread_of_torch():
             for index, task in left:
                 finish = task()
                 with lock:
@@ -69,7 +69,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 @contextmanager
-def _one_thread_of_torch() -> Iterator[None]:
+def one_thread_of_torch() -> Iterator[None]:
     """Within, torch computes with one thread, as seen from the thread that calls."""
     before = torch.get_num_threads()  # torch sets it itself, the first time that a thread asks
     set_openmp, set_mkl = _settings()

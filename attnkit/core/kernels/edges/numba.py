@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.base import (
+    computes_by_operators,
     device_reasons,
     first_channels,
     multiple_of_8,
@@ -27,6 +28,7 @@ from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.caches import caches
+from attnkit.core.operators.exact import EXACT
 from attnkit.core.operators.threads import run_tasks
 from attnkit.core.scores.additive import Additive
 
@@ -44,6 +46,7 @@ class NumbaEdgesKernel(EdgesKernel):
     """`Edges` on a CPU, by kernels that numba compiles."""
 
     name = "edges_numba"
+    is_exact = True  # each row is summed by one task, in the order of its own edges
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
         yield from super().reasons(inputs)
@@ -61,6 +64,10 @@ class NumbaEdgesKernel(EdgesKernel):
         score = inputs.score
         if isinstance(score, Additive) and score.activation != "leaky_relu":
             yield f"needs the activation 'leaky_relu', got {score.activation!r}"
+        if EXACT.get() and inputs.is_grouped:
+            yield "has no exact grouped heads, whose gradients torch sums"
+        if EXACT.get() and computes_by_operators():
+            yield "is counted by torch's operators, which are not exact; count outside the block"
         dim = max(inputs.query.shape[3], inputs.value.shape[3])
         if dim > LARGEST_DIM:
             yield f"needs a head_dim of at most {LARGEST_DIM}, got {dim}"
@@ -68,6 +75,8 @@ class NumbaEdgesKernel(EdgesKernel):
             yield f"needs fewer than 2³⁰ edges, got {inputs.mask.num_edges}"
 
     def pays(self, inputs: Inputs) -> bool:
+        if EXACT.get():
+            return True
         is_dot = not isinstance(inputs.score, Additive)
         if is_dot and inputs.edge_features is None and inputs.query.shape[3] > WIDEST_DOT:
             return False

@@ -198,8 +198,9 @@ class _Solution(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor | None):
         if all(gradient is None for gradient in gradients):
             return (None,) * (2 + len(TENSORS))
-        refuse_second_derivative(ctx.solver.name, *gradients, *ctx.saved_tensors)
-        tensors, results = ctx.saved_tensors[: len(TENSORS)], ctx.saved_tensors[len(TENSORS) :]
+        saved = ctx.saved_tensors  # checkpoints give it once
+        refuse_second_derivative(ctx.solver.name, *gradients, *saved)
+        tensors, results = saved[: len(TENSORS)], saved[len(TENSORS) :]
         needed = zip(TENSORS, ctx.needs_input_grad[2:], strict=True)
         wanted = {name for name, is_needed in needed if is_needed}
         problem = ctx.problem.with_tensors(tensors)
