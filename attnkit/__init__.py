@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
     from attnkit.core.multihead import MultiHeadAttention
     from attnkit.core.normalizers import DeltaRule, Hard, Linear, Softmax
-    from attnkit.core.operators.exact import exact
     from attnkit.core.operators.multiply_adds import count_multiply_adds
+    from attnkit.core.operators.precision import exact
     from attnkit.core.positions.absolute import (
         FactorizedPositions2d,
         LearnedPositions1d,

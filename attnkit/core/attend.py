@@ -16,7 +16,7 @@ from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
 from attnkit.core.normalizers import NORMALIZERS, Normalizer
-from attnkit.core.operators.exact import EXACT
+from attnkit.core.operators.precision import EXACT
 from attnkit.core.scores.kinds import SCORES, Score
 
 _PLAIN_SCORE = ("scaled_dot", SCORES["scaled_dot"])

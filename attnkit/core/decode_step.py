@@ -12,7 +12,7 @@ from attnkit.core.kernels.record import note_kernel
 from attnkit.core.listeners import LISTENERS, Seen, tell, unheard
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers import Softmax
-from attnkit.core.operators.exact import EXACT
+from attnkit.core.operators.precision import EXACT
 from attnkit.core.running import others_follow
 from attnkit.core.scores.kinds import ScaledDot
 

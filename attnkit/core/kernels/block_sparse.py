@@ -52,9 +52,8 @@ from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.sequences import Packed
-from attnkit.core.operators.exact import EXACT, laid_out
 from attnkit.core.operators.modes import is_plain
-from attnkit.core.operators.precision import cast_bias, wide
+from attnkit.core.operators.precision import EXACT, cast_bias, laid_out, wide
 from attnkit.core.operators.threads import TASKS_PAY, one_thread_of_torch, run_tasks
 
 PAYS = 2**22  # products query · key of a full matrix, before which nothing is planned

@@ -21,7 +21,7 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import has_values
 from attnkit.core.masks.plan import BlockCounts, QueryBlocks
 from attnkit.core.normalizers import DeltaRule, Hard, Linear, Normalizer, Softmax
-from attnkit.core.operators.exact import EXACT
+from attnkit.core.operators.precision import EXACT
 
 PLANNED = 64  # queries and keys of the blocks that an explanation counts
 

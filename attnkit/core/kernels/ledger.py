@@ -111,7 +111,8 @@ class Known:
     @property
     def date(self) -> str | None:
         """Of the last entry."""
-        return max((entry.date for entry in (*self.found, *self.times.values())), default=None)
+        dates = [wrong.date for wrong in self.found] + [timed.date for timed in self.times.values()]
+        return max(dates, default=None)
 
     def wrong(self, kind: Kind) -> dict[str, Wrong]:
         """By its name, each kernel that is left out for attention of a kind. The reference is the
