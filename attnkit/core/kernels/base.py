@@ -67,13 +67,13 @@ class Backend:
         if inputs.sink is not None and not self.has_sink:
             serves = False
             yield "has no sink"
+        for reason in self.reasons(inputs):
+            serves = False
+            yield reason
         if EXACT.get():
             for reason in exact_reasons(inputs) if self.is_exact else (NOT_EXACT,):
                 serves = False
                 yield reason
-        for reason in self.reasons(inputs):
-            serves = False
-            yield reason
         if isinstance(inputs.mask, Edges) and not self.reads_edges:
             if inputs.edge_features is not None:
                 yield "cannot read edge features"

@@ -49,7 +49,8 @@ class Place:
     def may_serve(self, inputs: Inputs) -> bool:
         """Whether it is worthwhile to ask the kernel; "auto" would not take it otherwise."""
         is_masked = self.mask is None or isinstance(inputs.mask, self.mask)
-        is_masked = is_masked or (self.mask is Mask and bool(EXACT.get()))  # exact without one
+        if not is_masked and self.mask is Mask:
+            is_masked = bool(EXACT.get())  # exactness needs one of these, also without a mask
         return is_masked and isinstance(inputs.normalizer, self.normalizer)
 
 
