@@ -14,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnkit.core.kernels import ledger
 from attnkit.launch.folder import ORIGIN, load_json, save_json
 from attnkit.lightning.versions import versions
 
@@ -104,6 +103,8 @@ def _devices(trainer: Trainer) -> dict[str, Any]:
     if device.type == "cuda":
         torch = sys.modules["torch"]
         found |= {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    from attnkit.core.kernels import ledger  # which needs torch, as what is above does not
+
     return found | {"ledger": ledger.known_of(device).date}
 
 
