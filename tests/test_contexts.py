@@ -27,6 +27,7 @@ from attnkit.core.capture.watch import watch_attention
 from attnkit.core.contexts import Opened
 from attnkit.core.hidden import hide_keys
 from attnkit.core.kernels.record import unrecorded
+from attnkit.core.operators.precision import EXACT
 from attnkit.interop.transformers import attention as of_transformers
 from attnkit.lightning import allowing
 from attnkit.lightning.build.build import build
@@ -171,6 +172,11 @@ CASES = {
     "capture_gates": Case(attnkit.capture_gates, Gates, lambda maps, _: dict(maps)),
     "record_backends": Case(attnkit.record_backends, read=lambda record, _: record.counts),
     "record_logits": Case(attnkit.record_logits, read=lambda found, _: dict(found)),
+    "exact": Case(
+        lambda model: attnkit.exact() if len(model) % 2 else nullcontext(),
+        read=lambda _, output: output,
+        run=lambda model, x: (model(x), bool(EXACT.get())),
+    ),
     "record_draws": Case(
         lambda _: attnkit.record_draws(), drawing, lambda draws, _: [vars(draw) for draw in draws]
     ),
