@@ -9,7 +9,7 @@ import sys
 import pytest
 
 QUICK = ("choice", "windows")
-SLOW = ("kernels", "syncs", "edges", "tests", "jobs", "vit", "decoding")
+SLOW = ("doctor", "kernels", "syncs", "edges", "tests", "jobs", "vit", "decoding")
 
 
 @pytest.fixture
