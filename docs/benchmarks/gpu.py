@@ -28,13 +28,8 @@ from pathlib import Path
 import torch
 
 # seconds at most, on the GPU; together under nine minutes where none reaches its limit
-CHECKS = {
-    "doctor": 60,
-    "tests": 150,
-    "kernels": 120,
-    "syncs": 60,
-    "jobs": 240,
-}  # side by side: nothing is timed
+# side by side: nothing is timed
+CHECKS = {"doctor": 60, "tests": 150, "kernels": 120, "syncs": 60, "jobs": 240}
 TIMED = {"choice": 120, "edges": 60, "windows": 60, "vit": 90, "decoding": 60, "cifar": 120}
 LIMITS = CHECKS | TIMED
 Row = dict[str, object]
