@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch_geometric.data import Data
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning import UserError
@@ -227,27 +227,18 @@ def ranks_of(edges: Tensor, others: Tensor) -> Tensor:
     return 1 + len(others) - torch.searchsorted(others.sort().values, edges)
 
 
-class MeanOfRanks(Metric):
+class MeanOfRanks(MeanMetric):
     """The mean over edges of 1 / rank or, with `most`, the share of those with at most that rank.
 
     Args:
         most: the rank.
     """
 
-    full_state_update = False
     higher_is_better = True
-    total: Tensor
-    count: Tensor
 
     def __init__(self, most: int | None = None) -> None:
-        super().__init__()
+        super().__init__(nan_strategy="disable")
         self.most = most
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, ranks: Tensor) -> None:
-        self.total += (1 / ranks if self.most is None else (ranks <= self.most).float()).sum()
-        self.count += len(ranks)
-
-    def compute(self) -> Tensor:
-        return self.total / self.count
+    def update(self, ranks: Tensor) -> None:  # type: ignore[override]
+        super().update(1 / ranks if self.most is None else (ranks <= self.most).float())
