@@ -13,7 +13,7 @@ from attnkit.core.nearest import nearest
 from attnkit.core.operators.files import cache_folder
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.tasks.graphs.data import GraphDataModule
-from attnkit.tasks.graphs.pickles import only_data
+from attnkit.tasks.graphs.files.pickles import only_data
 from attnkit.tasks.graphs.splits import has_masks, random_masks
 
 _PLAIN = (str, int, float, bool, type(None))

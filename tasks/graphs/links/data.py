@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.transforms import RandomLinkSplit
 from torch_geometric.utils import is_undirected
@@ -21,6 +20,7 @@ from attnkit.tasks.graphs.checks import CARRIED, SPLITS
 from attnkit.tasks.graphs.links.absent import AbsentPairs
 from attnkit.tasks.graphs.links.given import HeldOut
 from attnkit.tasks.graphs.neighbors import generator_of
+from attnkit.tasks.loaders import BatchItems
 from attnkit.tasks.summary import split_line
 
 SPLITTING = (
@@ -275,7 +275,7 @@ class LinkSets:
         return f"{kind} graph of {self.num_nodes:,} nodes with {self.x.shape[1]:,} features"
 
 
-class LinkItems(Dataset):
+class LinkItems(BatchItems):
     """Edges of a split, fetched by the batch, with the graph that is known meanwhile.
 
     Args:
@@ -292,12 +292,6 @@ class LinkItems(Dataset):
 
     def __len__(self) -> int:
         return len(self.chosen)
-
-    def __getitem__(self, number: Any) -> Data:
-        return self.__getitems__([number])
-
-    def __getitems__(self, numbers: Sequence[Any]) -> Data:
-        raise NotImplementedError
 
 
 class TrainLinks(LinkItems):

@@ -99,9 +99,9 @@ class LinkPrediction(ValuesModule):
                 asked = torch.cat(both, dim=1)
                 found = self(batch.x, batch.edge_index, pairs=asked, **given)
                 self._check(found, [asked.shape[1], 1], "one logit for each pair")
-                return found.view(len(both), -1).mean(dim=0).view(pairs.shape[1:])
+                return found.view(len(both), -1).mean(dim=0).view(pairs.shape[1:]) + self.bias
 
-            return lambda pairs: of_pairs(pairs) + self.bias
+            return of_pairs
         nodes = self(batch.x, batch.edge_index, **given)
         width = nodes.shape[-1] if isinstance(nodes, Tensor) and nodes.ndim == 2 else 1
         self._check(nodes, [len(batch.x), width], "a row for each node")
@@ -116,9 +116,9 @@ class LinkPrediction(ValuesModule):
                 (sources[part[0]] * targets[part[1]]).sum(dim=1)
                 for part in flat.split(PAIRS, dim=1)
             ]
-            return torch.cat(parts).view(pairs.shape[1:])
+            return torch.cat(parts).view(pairs.shape[1:]) + self.bias
 
-        return lambda pairs: of_nodes(pairs) + self.bias
+        return of_nodes
 
     def _check(self, found: Any, shape: list[int], what: str) -> None:
         if not isinstance(found, Tensor):
@@ -234,7 +234,7 @@ class MeanOfRanks(MeanMetric):
         most: the rank.
     """
 
-    higher_is_better = True
+    higher_is_better: bool = True  # type: ignore[assignment]
 
     def __init__(self, most: int | None = None) -> None:
         super().__init__(nan_strategy="disable")
