@@ -65,11 +65,6 @@ def masks(count: int, train: Tensor, val: Tensor, test: Tensor) -> dict[str, Ten
     return {f"{name}_mask": index_to_mask(nodes, count) for name, nodes in parts}
 
 
-def has_masks(data: Data) -> bool:
-    """Whether a graph brings all three masks."""
-    return all(data.get(f"{name}_mask") is not None for name in SPLITS)
-
-
 def node_keys(graph: Data) -> Tensor:
     """int64 [nodes]: a key that a node keeps while its number, label and features stay.
 

@@ -371,8 +371,7 @@ def _once(graph: Data, num_nodes: int) -> Data:
     """The edges of a graph without self-loops and repeats, and what they carry; sorted."""
     source, target = graph.edge_index.long()
     numbers, order = (source * num_nodes + target).sort(stable=True)
-    is_new = torch.ones_like(order, dtype=torch.bool)
-    is_new[1:] = numbers[1:] != numbers[:-1]
+    is_new = numbers.diff(prepend=numbers.new_full((1,), -1)) != 0
     chosen = order[is_new & (source != target)[order]]
     carried = {name: graph[name][chosen] for name in CARRIED if name in graph}
     return Data(edge_index=torch.stack([source, target])[:, chosen], num_nodes=num_nodes, **carried)

@@ -71,10 +71,7 @@ class Graphs:
         found = list(graphs)
         if not found:
             raise UserError("data: there are no graphs")
-        for number, graph in enumerate(found):
-            if not isinstance(graph, Data):
-                raise UserError(f"{place_of(number)}: expected a Data, got {type(graph).__name__}")
-        carried = [name for name in CARRIED if found[0].get(name) is not None]
+        carried = [name for name in CARRIED if getattr(found[0], name, None) is not None]
         for number, graph in enumerate(found):
             if wrong := _fault(graph, found[0], carried):
                 raise UserError(f"{place_of(number)}: {wrong}")
@@ -231,6 +228,8 @@ def joined_targets(
 
 def _fault(graph: Data, first: Data, carried: Sequence[str]) -> str:
     """What is wrong with a graph; empty if nothing is."""
+    if not isinstance(graph, Data):
+        return f"expected a Data, got {type(graph).__name__}"
     x, edge_index = graph.get("x"), graph.get("edge_index")
     if not isinstance(x, Tensor) or x.ndim != 2:
         got = "none" if x is None else list(getattr(x, "shape", [type(x).__name__]))
