@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import (
@@ -33,6 +33,17 @@ class SplitData(LightningDataModule, ABC):
 
     def test_dataloader(self) -> EVAL_DATALOADERS:
         return self.loader("test")
+
+
+class BatchItems(Dataset):
+    """Items that are fetched by the batch; a subclass says how many there are."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Any) -> Any:
+        """The batch of the items with these numbers."""
+        raise NotImplementedError
 
 
 def make_loader(data: Any, items: Any, split: str, kind: str, **options: Any) -> DataLoader:

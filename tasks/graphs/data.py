@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import homophily
@@ -28,6 +27,8 @@ from attnkit.tasks.graphs.checks import (
     has_target,
     oddities_of,
 )
+from attnkit.tasks.graphs.described import DescribedGraphs
+from attnkit.tasks.graphs.files.part import Part
 from attnkit.tasks.graphs.layerwise import Layers
 from attnkit.tasks.graphs.links.data import Links, LinkSets
 from attnkit.tasks.graphs.links.given import HeldOut
@@ -39,13 +40,13 @@ from attnkit.tasks.graphs.neighbors import (
 from attnkit.tasks.graphs.positions import Positions, node_positions
 from attnkit.tasks.graphs.sampler import InNeighbors
 from attnkit.tasks.graphs.splits import are_alike, node_keys
-from attnkit.tasks.loaders import SplitData, is_limited, loader_options, make_loader
+from attnkit.tasks.loaders import is_limited, loader_options, make_loader
 from attnkit.tasks.summary import class_lines, outputs_text, split_line
 
 SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so
 
 
-class GraphDataModule(SplitData):
+class GraphDataModule(DescribedGraphs):
     """One graph with something to learn of each node; a subclass reads it in `load()`.
 
     A batch is a `torch_geometric.data.Data` with x [nodes, in_channels], edge_index [2, edges]
@@ -86,8 +87,7 @@ class GraphDataModule(SplitData):
         ...         return torch.load("citations.pt", weights_only=False)  # a Data
     """
 
-    targets: tuple[Target, ...] = get_args(Target)
-    """What `target` may be."""
+    targets = get_args(Target)
 
     def __init__(
         self,
@@ -106,9 +106,8 @@ class GraphDataModule(SplitData):
         seed: int = 0,
         links: Links | None = None,
     ) -> None:
-        super().__init__()
-        choice(self.targets, target=target)
-        at_least(0, split=split, num_workers=num_workers, seed=seed)
+        super().__init__(target, num_workers, seed)
+        at_least(0, split=split)
         at_least(1, batch_size=batch_size, position_dim=position_dim)
         if positions is not None:
             choice(get_args(Positions), positions=positions)
@@ -119,7 +118,6 @@ class GraphDataModule(SplitData):
             raise ValueError(
                 f"num_neighbors: expected a number per layer, -1 for all, got {list(num_neighbors)}"
             )
-        self.target: Target = target
         self.split = split
         self.normalize_features = normalize_features
         self.sparse_features = sparse_features
@@ -129,20 +127,16 @@ class GraphDataModule(SplitData):
         self.num_neighbors = list(num_neighbors)
         self.evaluation = evaluation
         self.sampler = sampler
-        self.num_workers = num_workers
-        self.seed = seed
         self.links = links
         self.level = "node" if links is None else "link"
         if not isinstance(links, Links | None):
             raise ValueError(f"links: expected Links, got {type(links).__name__}")
         if links is not None:
             links.check(self)
-        self.predicts = False
-        """Whether labels and splits may lack: to predict its nodes, or with `links`."""
-        self.class_names: list[str] = []
         self.node_names: list[str] | None = None
-        self._graph: Data | None = None
-        self._held: dict[str, Any] = {}
+        self._features: Part | None = None  # where x and y are read from, if from files
+        self._labels: Part | None = None
+        self._batch_of: dict[str, Any] = {}
         self._has_trained = False
         self._keys: Tensor | None = None
         self._num_splits = 0
@@ -164,7 +158,7 @@ class GraphDataModule(SplitData):
 
     def setup(self, stage: str | None = None) -> None:
         """Load the graph and choose the split, once; to predict, labels and splits do not count."""
-        if self._graph is not None and (stage == "predict" or not self.predicts or self.links):
+        if self._stored is not None and (stage == "predict" or not self.predicts or self.links):
             return
         self.predicts = stage == "predict" or self.links is not None
         data = self._loaded()
@@ -197,22 +191,11 @@ class GraphDataModule(SplitData):
         data.x = self._prepared(data.x)
         if self.positions is not None:
             data.positions = node_positions(data, self.positions, self.position_dim, self.seed)
-        if self.node_names is not None and len(self.node_names) != data.num_nodes:
-            raise UserError(
-                f"data: expected {data.num_nodes} node_names, one for each node, "
-                f"got {len(self.node_names)}"
-            )
-        self._graph = data
+        self.check_names("node", self.node_names, data.num_nodes)
+        self._stored = data
         if self.links is not None:
             self._link_sets = LinkSets(data, self.links, self.seed, self.link_splits)
-        if self.predicts:
-            self.class_names = []  # those of the module count
-        elif not self.class_names:
-            self.class_names = [str(number) for number in range(self.num_outputs)]
-        elif len(self.class_names) != self.num_outputs:
-            raise UserError(
-                f"data: expected {self.num_outputs} class_names, got {len(self.class_names)}"
-            )
+        self.name_outputs()
 
     def _loaded(self) -> Data:
         """The graph as it is checked; with links without labels and splits of its nodes."""
@@ -227,11 +210,12 @@ class GraphDataModule(SplitData):
 
     def place_of(self, node: int) -> str:
         """Where the features of a node are, for a message."""
-        return f"data: x of node {node}"
+        part = self._features
+        return f"data: x of node {node}" if part is None else part.node_place(node)
 
     def label_of(self, node: int) -> str:
         """Where the label of a node is, for a message."""
-        return "data"
+        return "data" if self._labels is None else self._labels.place_of(node)
 
     def _prepared(self, x: Tensor) -> Tensor:
         """The features as they are used; of a mapped file the same, if batches read its rows."""
@@ -247,19 +231,17 @@ class GraphDataModule(SplitData):
     @property
     def graph(self) -> Data:
         """The graph, after `setup`."""
-        if self._graph is None:
-            raise RuntimeError("call setup() before graph")
-        return self._graph
+        return self.stored
 
     @property
     def _whole(self) -> Data:
         """The batch that is the graph: a copy, since PyG moves a graph to a device in place. It is
         one for all stages, so that a GPU holds it once, as long as the graph holds the same."""
         holds = self.graph.to_dict()
-        if self._held.keys() != holds.keys() or any(
-            self._held[name] is not value for name, value in holds.items()
+        if self._batch_of.keys() != holds.keys() or any(
+            self._batch_of[name] is not value for name, value in holds.items()
         ):
-            self._held, self._batch = holds, copy(self.graph)
+            self._batch_of, self._batch = holds, copy(self.graph)
         return self._batch
 
     @property
@@ -268,20 +250,6 @@ class GraphDataModule(SplitData):
         if not self._num_splits:
             self._num_splits = self._loaded().train_mask.shape[1]
         return self._num_splits
-
-    @property
-    def num_outputs(self) -> int:
-        """Classes, labels or numbers of a node."""
-        return self.num_classes if self.target == "classes" else self.graph.y.shape[1]
-
-    @property
-    def num_classes(self) -> int:
-        return max(int(self.graph.y.max()) + 1, len(self.class_names))
-
-    @property
-    def in_channels(self) -> int:
-        """Features of a node."""
-        return self.graph.x.shape[1]
 
     @property
     def is_undirected(self) -> bool:
@@ -299,19 +267,10 @@ class GraphDataModule(SplitData):
         return self.graph.y[self.graph.train_mask]
 
     def describe(self) -> dict[str, Any]:
-        """What a model and a module need to know; plain values, after `setup`."""
         if self._link_sets is not None:
             return self._link_sets.describe()
-        return {
-            "in_channels": self.in_channels,
-            "out_channels": self.num_outputs,  # what PyG's models call it
-            "num_classes": self.num_outputs,
-            "num_outputs": self.num_outputs,
-            "class_names": self.class_names,
-            "target": self.target,
-            **({} if self.positions is None else {"position_dim": self.position_dim}),
-            **({"edge_dim": self.graph.edge_attr.shape[1]} if "edge_attr" in self.graph else {}),
-        }
+        positions = {} if self.positions is None else {"position_dim": self.position_dim}
+        return {**super().describe(), **positions}
 
     def summary(self) -> list[str]:
         """What was found, in a few lines; after `setup`."""
@@ -330,7 +289,7 @@ class GraphDataModule(SplitData):
         ]
 
     def __str__(self) -> str:
-        if self._graph is None:
+        if self._stored is None:
             return f"{type(self).__name__} (not set up)"
         if self._link_sets is not None:
             return f"{type(self).__name__}: {self._link_sets}"
@@ -344,9 +303,6 @@ class GraphDataModule(SplitData):
             f"split {self.split + 1} of {self.num_splits}: "
             f"{counts[0]:,} / {counts[1]:,} / {counts[2]:,} nodes to train, validate, test"
         )
-
-    def predict_dataloader(self) -> EVAL_DATALOADERS:
-        return self.loader("predict")
 
     def training_keys(self) -> Tensor:
         """Keys of the nodes of train and val, int64 [nodes]; see `KnowsItsTraining`."""

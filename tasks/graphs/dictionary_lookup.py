@@ -7,13 +7,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from attnkit.core.arguments import at_least, choice, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.graphs.checks import SPLITS
-from attnkit.tasks.loaders import SplitData, make_loader
+from attnkit.tasks.loaders import BatchItems, SplitData, make_loader
 
 
 class DictionaryLookupData(SplitData):
@@ -142,7 +142,7 @@ class DictionaryLookupData(SplitData):
         return make_loader(self, self.sets[split], split, "graphs")
 
 
-class LookupGraphs(Dataset):
+class LookupGraphs(BatchItems):
     """DictionaryLookup graphs of these values [graphs, k], fetched by the batch."""
 
     def __init__(self, values: Tensor, split: str) -> None:
@@ -151,9 +151,6 @@ class LookupGraphs(Dataset):
 
     def __len__(self) -> int:
         return len(self.values)
-
-    def __getitem__(self, number: int) -> Data:
-        return self.__getitems__([number])
 
     def __getitems__(self, numbers: Sequence[int]) -> Data:
         values = self.values[torch.as_tensor(numbers)]

@@ -54,14 +54,34 @@ class OfGraphs(TaskModule):
             if hasattr(graphs := getattr(data, name, None), "edge_index"):
                 check_edges(self.model, graphs)
 
-    def program(self, output: str, rows: int | str) -> dict[str, Program]:
-        """`model`: features and edges of a graph of any size to `output` [rows, num_outputs]; none
-        where the model reads positions or edge features."""
+    def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
+        """Outputs and truth of what counts in a batch of "train", "val" or "test"."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
+        return self.loss(*self._of_stage("train", batch))
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self.evaluate("val", *self._of_stage("val", batch))
+
+    def named(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Columns of predictions, and behind the first, the number of each node or graph, its
+        `name`, if the data module has `node_names`, or `graph_names`."""
+        first, numbers = next(iter(columns.items()))
+        names = getattr(getattr(self.trainer, "datamodule", None), f"{first}_names", None)
+        if not names:
+            return columns
+        return {first: numbers, "name": [names[number] for number in numbers], **columns}
+
+    def programs(self) -> dict[str, Program]:
+        """`model`: features and edges of one graph of any size to the outputs of its nodes, or of
+        the graph; none where the model reads positions or edge features."""
         if self.in_channels is None or any(
             getattr(self.model, name, None) is not None for name in ("position_dim", "edge_dim")
         ):
             return {}
-        channels = self.in_channels
+        channels, of_nodes = self.in_channels, self.level == "node"
+        output = "logits" if of_nodes and "classes" in self.targets else "outputs"
         return {
             "model": Program(
                 self,
@@ -70,7 +90,7 @@ class OfGraphs(TaskModule):
                     "edge_index": torch.randint(0, nodes, (2, edges)),
                 },
                 {"x": ("nodes", channels), "edge_index": (2, "edges")},
-                (output, (rows, self.num_outputs)),
+                (output, ("nodes" if of_nodes else 1, self.num_outputs)),
                 {
                     "x": "features of the nodes of one graph, dense",
                     "edge_index": "source nodes in row 0, target nodes in row 1; not checked",

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from torch_geometric.data import Data
 
 from attnkit.core.operators.sparse import chosen_rows
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.graphs.checks import CARRIED
 from attnkit.tasks.graphs.sampler import InNeighbors, sample_neighbors
+from attnkit.tasks.loaders import BatchItems
 
 
-class NeighborBatches(Dataset):
+class NeighborBatches(BatchItems):
     """Seed nodes, fetched by the batch with the neighbours sampled for them.
 
     For a `DataLoader` with `collate_fn=as_it_is`; any sampler gives the numbers of the seeds. A
@@ -56,9 +56,6 @@ class NeighborBatches(Dataset):
 
     def __len__(self) -> int:
         return len(self.seeds)
-
-    def __getitem__(self, number: int | tuple[int, int]) -> Data:
-        return self.__getitems__([number])
 
     def __getitems__(self, numbers: Sequence[int | tuple[int, int]]) -> Data:
         pairs = torch.as_tensor([(0, n) if isinstance(n, int) else n for n in numbers])

@@ -14,7 +14,7 @@ from torch_geometric.io.planetoid import edge_index_from_dict
 from attnkit.core.arguments import choice, existing
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.graphs.data import GraphDataModule, to_sparse_csr
-from attnkit.tasks.graphs.pickles import load
+from attnkit.tasks.graphs.files.pickles import load
 from attnkit.tasks.graphs.splits import masks
 
 PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")  # x is a part of allx

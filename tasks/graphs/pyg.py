@@ -12,9 +12,10 @@ from attnkit.core.arguments import held_out
 from attnkit.core.nearest import nearest
 from attnkit.core.operators.files import cache_folder
 from attnkit.lightning.errors import UserError, first_line
+from attnkit.tasks.graphs.checks import SPLITS
 from attnkit.tasks.graphs.data import GraphDataModule
-from attnkit.tasks.graphs.pickles import only_data
-from attnkit.tasks.graphs.splits import has_masks, random_masks
+from attnkit.tasks.graphs.files.pickles import only_data
+from attnkit.tasks.graphs.splits import random_masks
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -73,7 +74,7 @@ class PyGData(GraphDataModule):
                 f"data: {self.class_name} holds a {type(data).__name__}, expected a Data"
             )
         if (
-            not has_masks(data)
+            any(data.get(f"{split}_mask") is None for split in SPLITS)
             and not self.predicts
             and data.get("y") is not None
             and (data.y.ndim == 1 or self.target != "classes")

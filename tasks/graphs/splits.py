@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.utils import index_to_mask
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import stratified_split
-from attnkit.tasks.graphs.checks import has_target
+from attnkit.tasks.graphs.checks import SPLITS, has_target
 
 
 def planetoid_masks(
@@ -60,16 +61,8 @@ def random_masks(labels: Tensor, fractions: Sequence[float], seed: int) -> dict[
 
 def masks(count: int, train: Tensor, val: Tensor, test: Tensor) -> dict[str, Tensor]:
     """The masks [count] of nodes given by their numbers."""
-    made = {}
-    for name, nodes in (("train", train), ("val", val), ("test", test)):
-        made[f"{name}_mask"] = torch.zeros(count, dtype=torch.bool)
-        made[f"{name}_mask"][nodes] = True
-    return made
-
-
-def has_masks(data: Data) -> bool:
-    """Whether a graph brings all three masks."""
-    return all(data.get(f"{name}_mask") is not None for name in ("train", "val", "test"))
+    parts = zip(SPLITS, (train, val, test), strict=True)
+    return {f"{name}_mask": index_to_mask(nodes, count) for name, nodes in parts}
 
 
 def node_keys(graph: Data) -> Tensor:

@@ -7,7 +7,6 @@ import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning.errors import UserError
@@ -16,10 +15,10 @@ from attnkit.tasks.images.decode import Depth, UndecodableImageError, read_file,
 from attnkit.tasks.images.depths import lines
 from attnkit.tasks.images.folder import list_images, say, say_skipped
 from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size, sides
-from attnkit.tasks.loaders import make_loader
+from attnkit.tasks.loaders import BatchItems, make_loader
 
 
-class ImagePaths(Dataset):
+class ImagePaths(BatchItems):
     """Image files, fetched by the batch; a file that cannot be decoded is named and left out, and
     of more than 8 bits the first of each kind is named.
 
@@ -53,9 +52,6 @@ class ImagePaths(Dataset):
             shape = (0, self.in_channels, *sides(self.fit.size))
             return torch.empty(shape, dtype=torch.uint8), []
         return to_channels(torch.stack(images), self.in_channels), paths
-
-    def __getitem__(self, number: int) -> tuple[Tensor, list[str]]:
-        return self.__getitems__([number])
 
     def _tell(self, path: str, depth: Depth) -> None:
         for line in lines("images", {path: depth}, self.fit.value_range):

@@ -14,7 +14,7 @@ from torch_geometric.datasets import Planetoid
 
 from attnkit.lightning import UserError
 from attnkit.tasks.graphs import PlanetoidData
-from attnkit.tasks.graphs.pickles import load
+from attnkit.tasks.graphs.files.pickles import load
 
 
 def same_graphs(ours, theirs):

@@ -196,7 +196,8 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
     if names is not None and part.is_table and words.dtype.kind in "iuf":
         words = words.astype(str)  # Parquet holds as numbers what text does not tell from names
     values = _truths(numbers_of(words))
-    is_mask = values.dtype == bool or (values.dtype.kind in "iuf" and _is_binary(values))
+    is_binary = values.dtype.kind in "iuf" and values.size > 0 and np.isin(values, (0, 1)).all()
+    is_mask = values.dtype == bool or bool(is_binary)
     if is_mask and values.ndim in (1, 2) and len(values) == count:
         if values.dtype != bool and len(np.unique(values)) == values.size:
             raise UserError(
@@ -246,10 +247,6 @@ def _truths(words: np.ndarray) -> np.ndarray:
         return words
     lower = np.char.lower(words)
     return lower == "true" if np.isin(lower, ("true", "false")).all() else words
-
-
-def _is_binary(values: np.ndarray) -> bool:
-    return bool(values.size) and bool(np.isin(values, (0, 1)).all())
 
 
 def _nodes_of(

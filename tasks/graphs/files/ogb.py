@@ -69,8 +69,6 @@ class OGBFilesData(GraphDataModule):
         self.root = existing("root", root, folder=True)
         self.split_name = split_name
         self.undirected = undirected
-        self._features: Part | None = None
-        self._labels: Part | None = None
 
     def load(self) -> Data:
         raw = self.root / "raw"
@@ -102,12 +100,6 @@ class OGBFilesData(GraphDataModule):
             for split, name in SPLIT_FILES.items()
         }
         return Data(x=x, y=y, **found)
-
-    def place_of(self, node: int) -> str:
-        return super().place_of(node) if self._features is None else self._features.node_place(node)
-
-    def label_of(self, node: int) -> str:
-        return super().label_of(node) if self._labels is None else self._labels.place_of(node)
 
     def _text(self, raw: Path) -> tuple[int, Part, Part | None, Tensor | None]:
         counts = {

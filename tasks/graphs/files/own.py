@@ -100,8 +100,6 @@ undirected graph one direction of each; may lack | |
         self.undirected = undirected
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
-        self._features: Part | None = None
-        self._labels: Part | None = None
 
     def load(self) -> Data:
         parts = Parts(self.root)
@@ -124,12 +122,6 @@ undirected graph one direction of each; may lack | |
             y, self.class_names = read_values(labels, len(x), self.target, known, names or ())
         masks = {f"{name}_mask": read_mask(part, len(x), names) for name, part in splits.items()}
         return Data(x=x, y=y, **edges, **(masks or self._random_split(y)))
-
-    def place_of(self, node: int) -> str:
-        return super().place_of(node) if self._features is None else self._features.node_place(node)
-
-    def label_of(self, node: int) -> str:
-        return super().label_of(node) if self._labels is None else self._labels.place_of(node)
 
     def _random_split(self, y: Tensor) -> dict[str, Tensor]:
         rank_zero_info(f"{self.root} has no train, val and test: split by data.seed={self.seed}")

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.transforms import RandomLinkSplit
 from torch_geometric.utils import is_undirected
@@ -21,6 +20,7 @@ from attnkit.tasks.graphs.checks import CARRIED, SPLITS
 from attnkit.tasks.graphs.links.absent import AbsentPairs
 from attnkit.tasks.graphs.links.given import HeldOut
 from attnkit.tasks.graphs.neighbors import generator_of
+from attnkit.tasks.loaders import BatchItems
 from attnkit.tasks.summary import split_line
 
 SPLITTING = (
@@ -275,7 +275,7 @@ class LinkSets:
         return f"{kind} graph of {self.num_nodes:,} nodes with {self.x.shape[1]:,} features"
 
 
-class LinkItems(Dataset):
+class LinkItems(BatchItems):
     """Edges of a split, fetched by the batch, with the graph that is known meanwhile.
 
     Args:
@@ -292,12 +292,6 @@ class LinkItems(Dataset):
 
     def __len__(self) -> int:
         return len(self.chosen)
-
-    def __getitem__(self, number: Any) -> Data:
-        return self.__getitems__([number])
-
-    def __getitems__(self, numbers: Sequence[Any]) -> Data:
-        raise NotImplementedError
 
 
 class TrainLinks(LinkItems):
@@ -377,8 +371,7 @@ def _once(graph: Data, num_nodes: int) -> Data:
     """The edges of a graph without self-loops and repeats, and what they carry; sorted."""
     source, target = graph.edge_index.long()
     numbers, order = (source * num_nodes + target).sort(stable=True)
-    is_new = torch.ones_like(order, dtype=torch.bool)
-    is_new[1:] = numbers[1:] != numbers[:-1]
+    is_new = numbers.diff(prepend=numbers.new_full((1,), -1)) != 0
     chosen = order[is_new & (source != target)[order]]
     carried = {name: graph[name][chosen] for name in CARRIED if name in graph}
     return Data(edge_index=torch.stack([source, target])[:, chosen], num_nodes=num_nodes, **carried)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.graphs.pickles import load_saved
+from attnkit.tasks.graphs.files.pickles import load_saved
 
 _SHARED = ("edge", "edge_neg")
 _OWN = ("source_node", "target_node", "target_node_neg")

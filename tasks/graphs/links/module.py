@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch_geometric.data import Data
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning import UserError
@@ -99,9 +99,9 @@ class LinkPrediction(ValuesModule):
                 asked = torch.cat(both, dim=1)
                 found = self(batch.x, batch.edge_index, pairs=asked, **given)
                 self._check(found, [asked.shape[1], 1], "one logit for each pair")
-                return found.view(len(both), -1).mean(dim=0).view(pairs.shape[1:])
+                return found.view(len(both), -1).mean(dim=0).view(pairs.shape[1:]) + self.bias
 
-            return lambda pairs: of_pairs(pairs) + self.bias
+            return of_pairs
         nodes = self(batch.x, batch.edge_index, **given)
         width = nodes.shape[-1] if isinstance(nodes, Tensor) and nodes.ndim == 2 else 1
         self._check(nodes, [len(batch.x), width], "a row for each node")
@@ -116,9 +116,9 @@ class LinkPrediction(ValuesModule):
                 (sources[part[0]] * targets[part[1]]).sum(dim=1)
                 for part in flat.split(PAIRS, dim=1)
             ]
-            return torch.cat(parts).view(pairs.shape[1:])
+            return torch.cat(parts).view(pairs.shape[1:]) + self.bias
 
-        return lambda pairs: of_nodes(pairs) + self.bias
+        return of_nodes
 
     def _check(self, found: Any, shape: list[int], what: str) -> None:
         if not isinstance(found, Tensor):
@@ -227,27 +227,18 @@ def ranks_of(edges: Tensor, others: Tensor) -> Tensor:
     return 1 + len(others) - torch.searchsorted(others.sort().values, edges)
 
 
-class MeanOfRanks(Metric):
+class MeanOfRanks(MeanMetric):
     """The mean over edges of 1 / rank or, with `most`, the share of those with at most that rank.
 
     Args:
         most: the rank.
     """
 
-    full_state_update = False
-    higher_is_better = True
-    total: Tensor
-    count: Tensor
+    higher_is_better: bool = True  # type: ignore[assignment]
 
     def __init__(self, most: int | None = None) -> None:
-        super().__init__()
+        super().__init__(nan_strategy="disable")
         self.most = most
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, ranks: Tensor) -> None:
-        self.total += (1 / ranks if self.most is None else (ranks <= self.most).float()).sum()
-        self.count += len(ranks)
-
-    def compute(self) -> Tensor:
-        return self.total / self.count
+    def update(self, ranks: Tensor) -> None:  # type: ignore[override]
+        super().update(1 / ranks if self.most is None else (ranks <= self.most).float())

@@ -14,7 +14,6 @@ from torchmetrics.classification import BinaryAUROC
 
 from attnkit.core.masks.remembered import remembered_edges
 from attnkit.lightning import UserError
-from attnkit.lightning.export.program import Program
 from attnkit.lightning.protocols import Explained
 from attnkit.tasks.graphs.checks import has_target
 from attnkit.tasks.graphs.layerwise import layerwise
@@ -116,11 +115,6 @@ class Nodes(OfGraphs):
             found = {"graph": batch.number[batch.batch].tolist(), "node": numbers.tolist()}
         return {**found, **self.columns(outputs[seeds])}
 
-    def programs(self) -> dict[str, Program]:
-        """`model`: features and edges of a graph of any size to the outputs of its nodes; none
-        where the model reads positions or edge features."""
-        return self.program("logits" if "classes" in self.targets else "outputs", "nodes")
-
     def explained(self, batch: Data) -> Explained:
         """What `attnkit.explain` is given of a graph: this module, features and edges.
 
@@ -143,12 +137,6 @@ class Nodes(OfGraphs):
             of=of,
         )
 
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self.loss(*self._of_stage("train", batch))
-
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self.evaluate("val", *self._of_stage("val", batch))
-
     def test_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
         """Of the nodes that count `node` (the number), `label` and what is `predicted`."""
         outputs, truth = self._of_stage("test", batch)
@@ -161,15 +149,8 @@ class Nodes(OfGraphs):
         return {"node": nodes, "label": truth, "predicted": predicted}
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """What `classify` says of a batch, and behind the number of each node, or of its graph, its
-        `name`, if the data module has `node_names`, or `graph_names`."""
-        found = self.classify(batch)
-        first = next(iter(found))
-        names = getattr(getattr(self.trainer, "datamodule", None), f"{first}_names", None)
-        if not names:
-            return found
-        numbers = found.pop(first)
-        return {first: numbers, "name": [names[number] for number in numbers], **found}
+        """What `classify` says of a batch, with the names of the nodes, or of their graphs."""
+        return self.named(self.classify(batch))
 
     def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
         """Outputs and truth of the nodes that count."""

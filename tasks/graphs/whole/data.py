@@ -4,11 +4,10 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
@@ -18,13 +17,14 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.protocols import by_turns
 from attnkit.lightning.resume.sampler import as_it_is, stratified_split
 from attnkit.tasks.graphs.checks import SPLITS, Target, check_training, has_target
+from attnkit.tasks.graphs.described import DescribedGraphs
 from attnkit.tasks.graphs.whole.graphs import GraphItems, Graphs
 from attnkit.tasks.graphs.whole.tokens import TokenLists, TokenSampler
-from attnkit.tasks.loaders import SplitData, loader_options, make_loader
+from attnkit.tasks.loaders import loader_options, make_loader
 from attnkit.tasks.summary import class_lines, outputs_text, split_line
 
 
-class GraphsDataModule(SplitData):
+class GraphsDataModule(DescribedGraphs):
     """Many graphs with a class, labels or numbers each, or of each of their nodes; a subclass reads
     them in `load()`.
 
@@ -54,6 +54,7 @@ class GraphsDataModule(SplitData):
         ...         return torch.load("molecules.pt", weights_only=False)  # a list of Data
     """
 
+    targets = get_args(Target)
     num_splits = 1
 
     def __init__(
@@ -68,32 +69,23 @@ class GraphsDataModule(SplitData):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(target, num_workers, seed)
         choice(("graph", "node"), level=level)
-        choice(get_args(Target), target=target)
         held_out(val_fraction=val_fraction, test_fraction=test_fraction)
         at_least(1, batch_size=batch_size, batch_nodes=batch_nodes)
-        at_least(0, num_workers=num_workers, seed=seed)
         if (batch_size is None) == (batch_nodes is None):
             raise ValueError(
                 "batch_nodes: replaces batch_size: expected one of them and null for the other, "
                 f"got {batch_nodes} and batch_size={batch_size}"
             )
         self.level = level
-        self.target: Target = target
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
         self.batch_size = batch_size
         self.batch_nodes = batch_nodes
-        self.num_workers = num_workers
-        self.seed = seed
-        self.predicts = False
-        """Whether the graphs are loaded to predict them: targets and splits may lack."""
-        self.class_names: list[str] = []
         self.graph_names: list[str] | None = None
         self.given_splits: dict[str, Tensor] | None = None
         """Numbers of the graphs of "train", "val" and "test"; None: drawn by the seed."""
-        self._graphs: Graphs | None = None
         self.sets: dict[str, GraphItems] = {}
 
     @abstractmethod
@@ -112,37 +104,24 @@ class GraphsDataModule(SplitData):
 
     def setup(self, stage: str | None = None) -> None:
         """Load the graphs and split them, once; to predict, targets and splits do not count."""
-        if self._graphs is not None and (stage == "predict" or not self.predicts):
+        if self._stored is not None and (stage == "predict" or not self.predicts):
             return
         self.predicts = stage == "predict"
         target = None if self.predicts else self.target
         of_nodes = self.level == "node"
         graphs = Graphs.of(self.load(), target, self.place_of, of_nodes=of_nodes)
-        if self.graph_names is not None and len(self.graph_names) != len(graphs):
-            raise UserError(
-                f"data: expected {len(graphs)} graph_names, one for each graph, "
-                f"got {len(self.graph_names)}"
-            )
+        self.check_names("graph", self.graph_names, len(graphs))
         if self.batch_nodes is not None and self.batch_nodes < int(graphs.sizes.max()):
             raise UserError(
                 f"data.batch_nodes: expected at least {int(graphs.sizes.max())}, the nodes of "
                 f"{self.place_of(int(graphs.sizes.argmax())).removeprefix('data: ')}, "
                 f"got {self.batch_nodes}"
             )
-        self._graphs = graphs
-        if self.predicts:
-            self.class_names = []  # those of the module count
-            return
-        self.sets = {
-            name: GraphItems(graphs, part, self.batch_nodes)
-            for name, part in self._splits(graphs).items()
-        }
-        if self.class_names and len(self.class_names) != self.num_outputs:
-            raise UserError(
-                f"data: expected {self.num_outputs} class_names, got {len(self.class_names)}"
-            )
-        if not self.class_names:
-            self.class_names = [str(number) for number in range(self.num_outputs)]
+        self._stored = graphs
+        if not self.predicts:
+            parts = self._splits(graphs).items()
+            self.sets = {name: GraphItems(graphs, part, self.batch_nodes) for name, part in parts}
+        self.name_outputs()
 
     def _splits(self, graphs: Graphs) -> dict[str, Tensor]:
         """The numbers of the graphs of each split, whose targets are as they must be."""
@@ -197,40 +176,13 @@ class GraphsDataModule(SplitData):
     @property
     def graphs(self) -> Graphs:
         """All graphs, after `setup`."""
-        if self._graphs is None:
-            raise RuntimeError("call setup() before graphs")
-        return self._graphs
-
-    @property
-    def num_outputs(self) -> int:
-        """Classes, labels or numbers of a graph or node."""
-        if self.target == "classes":
-            return max(int(self.graphs.y.max()) + 1, len(self.class_names))
-        return self.graphs.y.shape[1]
-
-    @property
-    def in_channels(self) -> int:
-        """Features of a node."""
-        return self.graphs.x.shape[1]
+        return self.stored
 
     @property
     def train_labels(self) -> Tensor:
         """The targets of the graphs to train on, or of their nodes, where they are known."""
         y = self.graphs.targets(self.sets["train"].numbers)
         return y[has_target(y)]
-
-    def describe(self) -> dict[str, Any]:
-        """What a model and a module need to know; plain values, after `setup`."""
-        edge_attr = self.graphs.edge_attr
-        return {
-            "in_channels": self.in_channels,
-            "out_channels": self.num_outputs,  # what PyG's models call it
-            "num_classes": self.num_outputs,
-            "num_outputs": self.num_outputs,
-            "class_names": self.class_names,
-            "target": self.target,
-            **({} if edge_attr is None else {"edge_dim": edge_attr.shape[1]}),
-        }
 
     def summary(self) -> list[str]:
         """What was found, in a few lines; after `setup`."""
@@ -249,7 +201,7 @@ class GraphsDataModule(SplitData):
         return lines
 
     def __str__(self) -> str:
-        if self._graphs is None:
+        if self._stored is None:
             return f"{type(self).__name__} (not set up)"
         found = (
             f"{type(self).__name__}: {len(self.graphs):,} graphs, {len(self.graphs.x):,} nodes, "
@@ -295,9 +247,6 @@ class GraphsDataModule(SplitData):
             places, how = by_turns(self.graphs.y[some].tolist(), count), "from each class in turn"
         shown = f"shown: {len(places)} of {len(test):,} test graphs, {how}"
         return self.graphs.batch(some[places]), shown
-
-    def predict_dataloader(self) -> EVAL_DATALOADERS:
-        return self.loader("predict")
 
     def loader(self, split: str) -> DataLoader:
         if split == "predict":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from torch_geometric.data import Data
 
 from attnkit.core.operators.sparse import offsets, ranges
@@ -20,6 +20,7 @@ from attnkit.tasks.graphs.checks import (
     has_target,
     node_targets,
 )
+from attnkit.tasks.loaders import BatchItems
 
 
 @dataclass(eq=False)
@@ -70,10 +71,7 @@ class Graphs:
         found = list(graphs)
         if not found:
             raise UserError("data: there are no graphs")
-        for number, graph in enumerate(found):
-            if not isinstance(graph, Data):
-                raise UserError(f"{place_of(number)}: expected a Data, got {type(graph).__name__}")
-        carried = [name for name in CARRIED if found[0].get(name) is not None]
+        carried = [name for name in CARRIED if getattr(found[0], name, None) is not None]
         for number, graph in enumerate(found):
             if wrong := _fault(graph, found[0], carried):
                 raise UserError(f"{place_of(number)}: {wrong}")
@@ -151,7 +149,7 @@ class Graphs:
         return data
 
 
-class GraphItems(Dataset):
+class GraphItems(BatchItems):
     """Some of the graphs, fetched by the batch.
 
     Args:
@@ -173,9 +171,6 @@ class GraphItems(Dataset):
         """How many nodes each graph has, int64 [graphs]."""
         return self.graphs.sizes[self.numbers]
 
-    def __getitem__(self, number: int) -> Data:
-        return self.__getitems__([number])
-
     def __getitems__(self, numbers: Sequence[int] | Sequence[list[int]]) -> Data:
         """One batch of these, or of a list of them that a `TokenSampler` gives."""
         flat = torch.tensor(numbers, dtype=torch.int64).flatten()
@@ -196,22 +191,32 @@ def joined_targets(
         place_of: where a graph comes from, for a message.
         sizes: the nodes of each, if y is of the nodes.
     """
-    for number, y in enumerate(found):
-        if not isinstance(y, Tensor | None):
-            raise UserError(f"{place_of(number)}: expected y as a tensor, got {type(y).__name__}")
     rows: list[Tensor | None] = []
-    width = -1
+    width: int | None = None
     for number, y in enumerate(found):
-        rows.append(None if y is None else _targets_of(number, y, target, place_of, sizes))
-        given = rows[-1]
-        if given is not None and given.ndim == 2:
-            if width not in (-1, given.shape[1]):
-                raise UserError(
-                    f"{place_of(number)}: expected {width} {target}, as before, "
-                    f"got {given.shape[1]}"
-                )
-            width = given.shape[1]
-    unknown = torch.tensor(-1) if target == "classes" else torch.full((max(width, 0),), torch.nan)
+        where = place_of(number)
+        if y is None:
+            rows.append(None)
+            continue
+        if not isinstance(y, Tensor):
+            raise UserError(f"{where}: expected y as a tensor, got {type(y).__name__}")
+        place = partial(("{}" if sizes is None else "{}: node {}").format, where)
+        if sizes is not None:
+            y = node_targets(y, target, sizes[number], where, place)
+        elif target != "classes":
+            y = checked_values(y.reshape(1, -1).float(), target, place)
+        elif y.numel() != 1 or y.is_floating_point():
+            raise UserError(
+                f"{where}: expected y to be one class, an integer, got {y.dtype} "
+                f"{list(y.shape)}; data.target says what it is: classes, labels, numbers"
+            )
+        else:
+            y = y.reshape(1)
+        if y.ndim == 2 and width not in (None, y.shape[1]):
+            raise UserError(f"{where}: expected {width} {target}, as before, got {y.shape[1]}")
+        width = y.shape[1] if y.ndim == 2 else None
+        rows.append(y if y.is_floating_point() else y.long())
+    unknown = torch.tensor(-1) if target == "classes" else torch.full((width or 0,), torch.nan)
     counts = sizes or [1] * len(found)
     return torch.cat(
         [
@@ -221,30 +226,10 @@ def joined_targets(
     )
 
 
-def _targets_of(
-    number: int,
-    y: Tensor,
-    target: Target,
-    place_of: Callable[[int], str],
-    sizes: Sequence[int] | None,
-) -> Tensor:
-    """The targets of one graph, one row or one of each node."""
-    where = place_of(number)
-    if sizes is not None:
-        found = node_targets(y, target, sizes[number], where, lambda n: f"{where}: node {n}")
-        return found if found.is_floating_point() else found.long()
-    if target != "classes":
-        return checked_values(y.reshape(1, -1).float(), target, lambda _: where)
-    if y.numel() != 1 or y.is_floating_point():
-        raise UserError(
-            f"{where}: expected y to be one class, an integer, got {y.dtype} "
-            f"{list(y.shape)}; data.target says what it is: classes, labels, numbers"
-        )
-    return y.reshape(1).long()
-
-
 def _fault(graph: Data, first: Data, carried: Sequence[str]) -> str:
     """What is wrong with a graph; empty if nothing is."""
+    if not isinstance(graph, Data):
+        return f"expected a Data, got {type(graph).__name__}"
     x, edge_index = graph.get("x"), graph.get("edge_index")
     if not isinstance(x, Tensor) or x.ndim != 2:
         got = "none" if x is None else list(getattr(x, "shape", [type(x).__name__]))

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from attnkit.lightning import UserError
-from attnkit.lightning.export.program import Program
 from attnkit.lightning.protocols import Explained
 from attnkit.tasks.graphs.learned import LearnsClasses, LearnsValues
 from attnkit.tasks.graphs.module import OfGraphs, beside
@@ -51,22 +50,15 @@ class WholeGraphs(OfGraphs):
             )
         return found
 
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self.loss(self.outputs(batch), batch.y)
-
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self.evaluate("val", self.outputs(batch), batch.y)
+    def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
+        return self.outputs(batch), batch.y
 
     def test_step(self, batch: Data, batch_idx: int) -> None:
-        self.evaluate("test", self.outputs(batch), batch.y)
+        self.evaluate("test", *self._of_stage("test", batch))
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """The number of each graph, its `name`, if the data module has `graph_names`, and what
-        `classify` says of it."""
-        numbers = batch.number.tolist()
-        names = getattr(getattr(self.trainer, "datamodule", None), "graph_names", None)
-        named = {"name": [names[number] for number in numbers]} if names else {}
-        return {"graph": numbers, **named, **self.classify(batch)}
+        """The number of each graph, its name, if it has one, and what `classify` says of it."""
+        return self.named({"graph": batch.number.tolist(), **self.classify(batch)})
 
     @torch.no_grad()
     def classify(self, batch: Data) -> dict[str, list[Any]]:
@@ -74,11 +66,6 @@ class WholeGraphs(OfGraphs):
         of up to 1,000 classes `p(<class>)`; of labels `p(<label>)`; or each number by its name; see
         `columns` of `LearnsClasses` and `LearnsValues`."""
         return self.columns(self.outputs(batch))
-
-    def programs(self) -> dict[str, Program]:
-        """`model`: features and edges of one graph of any size to its outputs; none where the model
-        reads positions or edge features."""
-        return self.program("outputs", 1)
 
 
 class GraphClassification(LearnsClasses, WholeGraphs):

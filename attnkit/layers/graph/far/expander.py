@@ -87,11 +87,8 @@ def joined_edges(
     """
     device = edges.edge_index.device
     lengths = lengths.to(device)
-    parts = [edges.edge_index.long()]
-    if degree is not None:
-        parts.append(expander_edges(lengths, degree, seed))
-    else:
-        parts.append(parts[0][:, :0])
+    own = edges.edge_index.long()
+    parts = [own, own[:, :0] if degree is None else expander_edges(lengths, degree, seed)]
     if num_virtual:
         parts += virtual_edges(lengths, num_virtual).chunk(2, dim=1)
     counts = torch.tensor([part.shape[1] for part in parts], device=device)
