@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import runpy
 import sys
 import time
@@ -34,23 +35,22 @@ def command(argv: Sequence[str]) -> int:
         print(USAGE, end="")
         return 0
     for file in (args.markdown, args.json):
-        if file is not None and not file.parent.is_dir():
-            raise UserError(f"{file}: no folder {file.parent}; make it first")
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            said = "is a folder; name a file" if file.is_dir() else f"no folder {file.parent}"
+            raise UserError(f"{file}: {said}")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells what it does
     model, inputs = _built(args.model) if args.model else (None, ())
     from attnkit.checks.doctor.run import doctor
-    from attnkit.core.kernels import ledger
 
     options: dict[str, Any] = {"quick": args.quick, "only": args.only, "progress": _shown}
     try:
         report = doctor(model, inputs, **options)
-    except (ValueError, ledger.LedgerError) as error:
+    except ValueError as error:
         said = str(error)
         raise UserError(f"--{said}" if said.startswith("only:") else f"doctor: {said}") from error
     finally:
         _shown(1.0, "")
     print(report)
-    if ledger.path() is not None:
-        print(f'backend="auto" obeys this here: {ledger.path()}')
     if args.markdown:
         args.markdown.write_text(report.markdown() + "\n", encoding="utf-8")
     if args.json:

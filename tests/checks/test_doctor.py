@@ -33,7 +33,7 @@ def attention(
 
 
 def causal_leak_at_one_length(query, key, value, is_causal=False, **options):
-    """The future is seen at 257 tokens, as on Apple GPUs (pytorch 174861)."""
+    """The future is seen at 257 tokens, as on Apple GPUs (pytorch 195910)."""
     if is_causal and key.shape[2] == 257:
         shown = torch.ones(query.shape[2], 257, dtype=torch.bool).tril(1)
         return attention(query, key, value, attn_mask=shown, **options)
@@ -100,7 +100,7 @@ _MASKS = {}
 
 
 def stale_mask(query, key, value, attn_mask=None, **options):
-    """What was made of a mask is found again by its identity (FlexAttention's block masks)."""
+    """What was made of a mask is found again by its identity (as the scale on Apple GPUs, pytorch 184122)."""
     if attn_mask is not None:
         kept = _MASKS.get(id(attn_mask))
         if kept is None or kept[0] is not attn_mask:
@@ -130,10 +130,51 @@ def softmax_over_padding(query, key, value, attn_mask=None, **options):
 
 
 def sum_depends_on_the_batch(query, key, value, **options):
-    """From eight items on sums are taken in half precision (as in pytorch 195910)."""
+    """From eight items on sums are taken in half precision (as in pytorch 196886)."""
     if len(query) < 8 or query.dtype != torch.float32:
         return attention(query, key, value, **options)
     return attention(*(t.bfloat16() for t in (query, key, value)), **options).float()
+
+
+# Found missing by a reader of the first version.
+
+
+def wrong_for_wide_heads(query, key, value, **options):
+    return attention(query, key, value, **options) * (1.5 if query.shape[3] >= 80 else 1.0)
+
+
+def wrong_without_gradient(query, key, value, **options):
+    return attention(query, key, value, **options) * (1.0 if query.requires_grad else 1.5)
+
+
+def wrong_for_many_keys(query, key, value, **options):
+    return attention(query, key, value, **options) * (1.5 if key.shape[2] > 1000 else 1.0)
+
+
+def mask_of_the_first_head(query, key, value, attn_mask=None, **options):
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask[:, :1]
+    return attention(query, key, value, attn_mask=attn_mask, **options)
+
+
+def dropout_shared_by_heads(query, key, value, dropout_p=0.0, **options):
+    if not dropout_p:
+        return attention(query, key, value, **options)
+    weights = F.dropout(torch.ones(query.shape[2], key.shape[2]), dropout_p)
+    return (query @ key.mT / query.shape[3] ** 0.5).softmax(-1) * weights @ value
+
+
+def dropout_that_ignores_the_seed(query, key, value, dropout_p=0.0, **options):
+    with torch.random.fork_rng(enabled=dropout_p > 0):
+        if dropout_p:
+            torch.manual_seed(0)
+        return attention(query, key, value, dropout_p=dropout_p, **options)
+
+
+def raises_at_65(query, key, value, **options):
+    if key.shape[2] == 65:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return attention(query, key, value, **options)
 
 
 SDPA_FAULTS = {
@@ -148,6 +189,13 @@ SDPA_FAULTS = {
     scaled_twice: "output",
     softmax_over_padding: "output",
     sum_depends_on_the_batch: "output",
+    wrong_for_wide_heads: "output",
+    wrong_without_gradient: "output",
+    wrong_for_many_keys: "output",
+    mask_of_the_first_head: "output",
+    dropout_shared_by_heads: "dropout",
+    dropout_that_ignores_the_seed: "dropout",
+    raises_at_65: "output",
 }
 
 
@@ -173,29 +221,108 @@ def test_each_public_fault_is_found(fault, monkeypatch):
         assert max(printed(told.program)) < 1e-4
 
 
-def test_a_causal_mask_at_the_wrong_corner_is_found(monkeypatch, tmp_path):
+@pytest.fixture
+def flash(tmp_path, monkeypatch):
+    """A ledger of its own, and a function that puts a fault into attnkit's flash."""
     monkeypatch.setenv("ATTNKIT_LEDGER", str(tmp_path / "ledger.json"))
     ledger.reload()
     attnkit.attend(*torch.randn(3, 1, 2, 8, 16).unbind(), backend="flash")  # it is loaded now
-    flash = PLACES["flash"].kernel
+    honest = PLACES["flash"].kernel
 
-    class Wrong(type(flash)):
-        def compute(self, inputs):
-            if isinstance(inputs.mask, attnkit.Causal):
-                inputs = replace(inputs, mask=attnkit.Causal(align="top_left"))
-            return super().compute(inputs)
+    def put(fault):
+        class Wrong(type(honest)):
+            def compute(self, inputs):
+                return fault(super().compute, inputs)
 
-    monkeypatch.setattr(PLACES["flash"], "kernel", Wrong())
-    report = attnkit.doctor(quick=True, only="attnkit flash")
-    failure = report.failures[0]
-    assert failure.what == "output"
-    assert failure.seen.startswith("1 × 1 × 2 × 1 float32 on cpu, mask=causal, keys=3")
-    query, key = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 70, 16)
-    told = attnkit.explain_backends(query, key, key, mask=attnkit.Causal(align="bottom_right"))
-    assert told.chosen != "flash"
-    assert "found wrong here" in str(told)
+        monkeypatch.setattr(PLACES["flash"], "kernel", Wrong() if fault else honest)
+
+    yield put
     monkeypatch.undo()
     ledger.reload()
+
+
+def chosen(**options):
+    query, key = torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16)
+    return attnkit.explain_backends(query, key, key, **options)
+
+
+def of_masks(*kinds):
+    """A fault under these masks."""
+    return lambda compute, inputs: compute(inputs) * (1.01 if isinstance(inputs.mask, kinds) else 1)
+
+
+def test_a_causal_mask_at_the_wrong_corner_is_found_and_auto_leaves_the_kernel_out(flash):
+    def top_left(compute, inputs):
+        if isinstance(inputs.mask, attnkit.Causal):
+            inputs = replace(inputs, mask=attnkit.Causal(align="top_left"))
+        return compute(inputs)
+
+    flash(top_left)
+    failure = attnkit.doctor(quick=True, only="attnkit flash").failures[0]
+    assert failure.what == "output"
+    assert failure.seen.startswith("1 × 1 × 2 × 1 float32 on cpu, mask=causal, keys=3")
+    told = chosen(mask=attnkit.Causal())
+    assert told.chosen != "flash"
+    assert "found wrong here" in str(told)
+    assert chosen().chosen == "flash"
+
+
+def test_every_kind_that_is_wrong_is_recorded_and_a_whole_clean_run_takes_it_back(flash):
+    masks = attnkit.Causal(), attnkit.Padding(torch.tensor([50])), torch.rand(70, 70) < 0.5
+    flash(of_masks(attnkit.Causal, attnkit.Padding, attnkit.Dense))
+    report = attnkit.doctor(quick=True, only="attnkit flash")
+    assert report.ledger.startswith('backend="auto" obeys the ledger here: ')
+    assert [chosen(mask=mask).chosen == "flash" for mask in masks] == [False] * 3
+    assert len([f for f in report.failures if (f.what, "float32" in f.attention)]) < 8
+    flash(None)
+    attnkit.doctor(quick=True, only="attnkit flash")
+    assert chosen(mask=masks[0]).chosen != "flash"  # a quick run asks less than another may have
+    assert attnkit.doctor(only="attnkit flash")
+    assert ledger.known_of("cpu").found == ()
+
+
+def test_under_autocast_and_other_settings_nothing_honest_is_wrong(flash):
+    flash(None)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        assert attnkit.doctor(quick=True, only="attnkit flash")
+    torch.set_float32_matmul_precision("medium")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert attnkit.doctor(quick=True, only=NAME)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_default_dtype(torch.float32)
+    assert ledger.known_of("cpu").found == ()
+
+
+def test_a_ledger_that_cannot_be_written_loses_no_report(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATTNKIT_LEDGER", str(tmp_path / "file" / "ledger.json"))
+    report = attnkit.doctor(quick=True, only="attnkit flash")
+    assert report
+    assert report.ledger.startswith("nothing is written to the ledger: ")
+    assert report.ledger in str(report)
+
+
+def test_what_cannot_run_here_is_named_and_is_no_pass():
+    report = attnkit.doctor(quick=True, only="fl")  # flash and flex, attnkit's and torch's
+    missing = {"attnkit flex"}
+    assert missing & {row.attention for row in report.rows} == missing - report.refused.keys()
+    assert all(name in str(report) for name in report.refused)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"only: attnkit varlen cannot run here: .*needs"):
+            attnkit.doctor(quick=True, only="varlen")
+
+
+def test_inside_a_block_that_listens_nobody_hears():
+    net = attnkit.MultiHeadAttention(16, 2)
+    tokens = torch.randn(1, 5, 16)
+    with attnkit.capture_attention(net) as captured:
+        net(tokens)
+        attnkit.doctor(quick=True, only="attnkit edges", record=False)
+        net(tokens)
+    assert len(captured) == 1
 
 
 def test_the_smallest_case_is_told(monkeypatch):
@@ -252,7 +379,7 @@ def test_a_model_is_held_to_the_definition_at_its_own_shapes(monkeypatch):
     model = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     before = {name: module.training for name, module in model.named_modules()}
     report = attnkit.doctor(model, [torch.randn(2, 9, 16)], quick=True, only=NAME)
-    assert report.rows[0].attention == "self_attn (multi_head_attention_forward)"
+    assert report.rows[0].attention.startswith("self_attn (multi_head_attention_forward), 2 × 2")
     assert {"output", "gradients"} <= set(report.rows[0].cells)
     assert report
     assert before == {name: module.training for name, module in model.named_modules()}
@@ -260,18 +387,31 @@ def test_a_model_is_held_to_the_definition_at_its_own_shapes(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *t, **_: 1.01 * HONEST(*t))
     report = attnkit.doctor(model, [torch.randn(2, 9, 16)], quick=True, only=NAME)
     told = {failure.what: failure for failure in report.failures if failure.attention[:2] == "0 "}
-    assert told["output"].seen.startswith("2 × 2 × 9 × 8, mask=None: the output differs by 1.0e-02")
+    assert told["output"].seen.startswith("the output differs by 1.0e-02")
     assert "gradient" in told["gradients"].seen
+
+
+def test_causal_models_of_torch_are_right():
+    class Causal(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = torch.nn.Linear(8, 24)
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(*self.project(x).chunk(3, -1), is_causal=True)
+
+    report = attnkit.doctor(Causal(), [torch.randn(1, 2, 5, 8)], quick=True, only=NAME)
+    assert report, str(report)
+    assert "gradients" in report.rows[0].cells
+    assert report.rows[0].attention.endswith("1 × 2 × 5 × 8, Causal")
 
 
 def test_a_graphs_model_too():
     model = attnkit.GAT(8, 16, 3)
     edge_index = torch.randint(0, 10, (2, 30))
     report = attnkit.doctor(model, [torch.randn(10, 8), edge_index], quick=True, only=NAME)
-    assert [row.attention for row in report.rows[:2]] == [
-        "layers.0.attention (attend)",
-        "layers.1.attention (attend)",
-    ]
+    layers = [row.attention.split(" (")[0] for row in report.rows[:2]]
+    assert layers == ["layers.0.attention", "layers.1.attention"]
     assert float(report.rows[0].cells["output"]) < 1e-5
 
 
@@ -282,8 +422,12 @@ def test_torchs_random_state_and_threads_stay():
 
 
 def test_what_is_not_there_is_named():
-    with pytest.raises(ValueError, match="only: 'flsh' is in none of the names attnkit"):
-        attnkit.doctor(only="flsh")
+    with pytest.raises(ValueError, match=r"only: 'torch flx' is in no name .*mean torch flex\?"):
+        attnkit.doctor(only="torch flx")
+    with pytest.raises(ValueError, match=r"model: expected a torch\.nn\.Module, got int"):
+        attnkit.doctor(3)
+    with pytest.raises(ValueError, match="Linear raises RuntimeError for these inputs: mat1"):
+        attnkit.doctor(torch.nn.Linear(2, 2), [torch.randn(2, 3)])
     with pytest.raises(ValueError, match="Linear has no attention"):
         attnkit.doctor(torch.nn.Linear(2, 2), [torch.randn(2, 2)], only=NAME)
 
@@ -319,12 +463,13 @@ def test_the_exit_code_says_that_something_is_wrong(monkeypatch, capsys):
     ("words", "said"),
     [
         (["--quik"], "doctor: unrecognized arguments: --quik; attnkit doctor --help"),
-        (["--only", "flsh"], "--only: 'flsh' is in none of the names"),
+        (["--only", "flsh"], "--only: 'flsh' is in no name of an attention"),
+        (["--markdown", "."], ".: is a folder; name a file"),
         (["model"], "doctor: expected MODEL.py:FUNCTION, got 'model'"),
         (["model.py:build"], "doctor: no file model.py"),
         (["here.py:biuld"], "doctor: here.py has no function 'biuld'; did you mean build?"),
         (["here.py:build"], "doctor: expected build() to return (model, input, …), got Linear"),
-        (["--json", "no/d.json"], "no/d.json: no folder no; make it first"),
+        (["--json", "no/d.json"], "no/d.json: no folder no"),
     ],
 )
 def test_a_wrong_word_is_one_line_and_exit_code_2(words, said, tmp_path, capsys, monkeypatch):

@@ -31,6 +31,7 @@ class Attention:
             nowhere, of which others promise nothing.
         kernel: the name of `backend=`, if it has one.
         is_slow: it is asked a few of the cases only.
+        may_refuse: whether it may refuse an attention without anything, as one does that is forced.
         dtypes: those it takes.
     """
 
@@ -43,6 +44,7 @@ class Attention:
     is_ours: bool = False
     kernel: str = ""
     is_slow: bool = False
+    may_refuse: bool = True
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
 
     def program(self, case: Case) -> str | None:
@@ -63,7 +65,7 @@ def attentions(device: str) -> Iterator[Attention]:
         if place.normalizer is Softmax or name == "reference":
             lines = _attend(f'backend="{name}"')
             yield Attention(f"attnkit {name}", lines, "import attnkit\n", is_ours=True, kernel=name)
-    yield Attention("attnkit auto", _attend(""), "import attnkit\n", is_ours=True)
+    yield Attention("attnkit auto", _attend(""), "import attnkit\n", is_ours=True, may_refuse=False)
     kinds = {"FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "efficient", "MATH": "math"}
     if device == "cuda":
         kinds["CUDNN_ATTENTION"] = "cudnn"
@@ -71,9 +73,11 @@ def attentions(device: str) -> Iterator[Attention]:
         imports = "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
         lines = _sdpa(f"with sdpa_kernel(SDPBackend.{kind}):\n    ")
         yield Attention(f"torch sdpa ({name})", lines, imports, is_top_left=True)
-    yield Attention("torch sdpa", _sdpa(""), is_top_left=True)
+    yield Attention("torch sdpa", _sdpa(""), is_top_left=True, may_refuse=False)
     for mode in ("train", "eval"):
-        yield Attention(f"nn.MultiheadAttention ({mode})", _multihead(f"{mode}()"))
+        yield Attention(
+            f"nn.MultiheadAttention ({mode})", _multihead(f"{mode}()"), may_refuse=False
+        )
     lines = _multihead("eval()", "with torch.no_grad():\n    ")
     yield Attention("nn.MultiheadAttention (fast path)", lines, is_same=True)
     flex = "from torch.nn.attention.flex_attention import create_block_mask, flex_attention\n"
@@ -91,7 +95,9 @@ _MASKS = {
     "none": "None",
     "causal": 'attnkit.Causal(align="bottom_right")',
     "padding": "attnkit.Padding(allowed[:, 0, 0])",
+    "causal padding": 'attnkit.Causal(align="bottom_right") & attnkit.Padding(allowed[:, 0, -1])',
     "dense": "allowed",
+    "dense heads": "allowed",
     "window": 'attnkit.Window(8, 8, align="bottom_right")',
     "packed": "attnkit.Packed(torch.tensor({lengths}), torch.tensor({key_lengths}))",
     "edges": "attnkit.Edges(allowed[0, 0].nonzero().T.flip(0), {queries}, {keys})",
@@ -150,8 +156,11 @@ def _multihead(mode: str, within: str = "") -> Lines:
         elif case.bias:
             mask = f", attn_mask=bias.expand(-1, -1, {case.queries}, -1){per_head}"
         else:
-            shared = f", attn_mask=~allowed{per_head}" if case.mask == "dense" else ""
-            mask = masks.get(case.mask, shared or ", attn_mask=~allowed[0, 0]")
+            is_shared = case.mask in ("causal", "window", "packed", "edges")
+            of_all = (
+                ", attn_mask=~allowed[0, 0]" if is_shared else f", attn_mask=~allowed{per_head}"
+            )
+            mask = masks.get(case.mask, of_all)
         return f"""\
 attention = torch.nn.MultiheadAttention({dim}, {heads}, dropout_p, batch_first=True, **kind)
 attention.in_proj_weight.data = torch.eye({dim}, **kind).repeat(3, 1)

@@ -37,7 +37,7 @@ COMPARED = """\
 towards = torch.randn(expected.shape, dtype=torch.float64)
 right = torch.autograd.grad((expected * towards).sum(), exact.values(), materialize_grads=True)
 got = None
-if output.requires_grad:
+if query.requires_grad and output.requires_grad:
     got = torch.autograd.grad(output, inputs.values(), towards.to(output), materialize_grads=True)
 """
 
@@ -62,7 +62,10 @@ MASKS = {
     "none": "torch.ones(1, 1, {queries}, {keys}, dtype=torch.bool)",
     "causal": "torch.ones(1, 1, {queries}, {keys}, dtype=torch.bool).tril({offset})",
     "padding": f"({_COLUMNS} < torch.tensor({{lengths}})[:, None])[:, None, None]",
+    "causal padding": "torch.ones({queries}, {keys}, dtype=torch.bool).tril({offset})"
+    f" & ({_COLUMNS} < torch.tensor({{lengths}})[:, None])[:, None, None]",
     "dense": "torch.rand({batch}, 1, {queries}, {keys}) < 0.5",
+    "dense heads": "torch.rand({batch}, {heads}, {queries}, {keys}) < 0.5",
     "window": f"(({_ROWS} + {{offset}} - {_COLUMNS}).abs() <= 8)[None, None]",
     "packed": f"({_ROWS} // {PACKED} == {_COLUMNS} // {PACKED})[None, None]",
     "edges": "torch.rand(1, 1, {queries}, {keys}) < 0.2",
@@ -82,8 +85,10 @@ class Case:
         bias: the shape of the bias by what it has one for, "keys", "heads", "items" or "full"; ""
             is none.
         layout: a key of `LAYOUTS`.
-        is_low: whether all scores are near −100, so that sums of exponentials are below 1e-38.
+        around: what all scores are near: at −100 sums of exponentials are below 1e-38, at 100
+            above 1e38.
         is_rewritten: whether the mask's tensor is attended with and then written to.
+        trains: whether gradients are wanted.
     """
 
     mask: str = "none"
@@ -99,8 +104,9 @@ class Case:
     scale: float | None = None
     dropout_p: float = 0.0
     layout: str = "contiguous"
-    is_low: bool = False
+    around: int = 0
     is_rewritten: bool = False
+    trains: bool = True
     dtype: str = "float32"
     device: str = "cpu"
 
@@ -136,7 +142,8 @@ class Case:
             )
             for dim in (self.dim, self.value_dim)
         )
-        depth = round(10 / self.dim**0.25, 2)  # dim · depth² / √dim = 100
+        depth = round((abs(self.around) / self.dim**0.5) ** 0.5, 2)  # dim · depth² / √dim
+        sign = "+" if self.around > 0 else "-"
         bias = {
             "": "None",
             "keys": f"torch.randn(1, 1, 1, {self.keys}, **kind)",
@@ -149,6 +156,7 @@ class Case:
             lengths = [0] * self.batch if self.lengths == "all" else [*lengths[:-1], 0]
         allowed = MASKS[self.mask].format(
             batch=self.batch,
+            heads=self.heads,
             queries=self.queries,
             keys=self.keys,
             lengths=lengths if self.batch < 100 else f"[{self.keys}] * {self.batch}",
@@ -160,10 +168,10 @@ class Case:
             f"query = {query}",
             f"key = {'query' if is_same else key}",
             f"value = {'query' if is_same else value}",
-            f"query, key = query + {depth}, key - {depth}" if self.is_low else "",
+            f"query, key = query + {depth}, key {sign} {depth}" if self.around else "",
             f"bias, scale, dropout_p = {bias}, {self.scale}, {self.dropout_p}",
             "for tensor in (query, key, value, *(() if bias is None else (bias,))):",
-            "    tensor.requires_grad_()",
+            f"    tensor.requires_grad_({self.trains})",
             f'allowed = ({allowed}).to("{self.device}")',
         ]
         return "\n".join(line for line in lines if line) + "\n"
@@ -171,7 +179,7 @@ class Case:
     def smaller(self) -> Iterator[Case]:
         """Cases that have one thing less, the plainest first."""
         plain = Case()
-        for name in ("layout", "bias", "scale", "is_low", "is_rewritten", "lengths", "mask"):
+        for name in ("layout", "bias", "scale", "around", "is_rewritten", "lengths", "mask"):
             if getattr(self, name) != getattr(plain, name):
                 yield replace(self, **{name: getattr(plain, name)})
         for heads, kv_heads in ((1, 1), (2, 1), (2, 2), (4, 2)):
@@ -194,18 +202,24 @@ def cases(*, quick: bool) -> Iterator[Case]:
     """The cases that public bugs needed, on float32 and the CPU.
 
     Lengths on both sides of a block of 64 and 128, and of 64 left over (pytorch 196678); scores so
-    low that exponentials vanish; head dimensions that no vector unit has; grouped heads; memory in
-    another order or shared; more items than a CUDA grid has rows, 65,535; rows that see nothing;
-    a bias for all; a mask that is written to.
+    low or high that exponentials vanish or overflow; head dimensions that no vector unit has;
+    grouped heads; memory in another order or shared; more items than a CUDA grid has rows, 65,535;
+    rows that see nothing; a mask of each head; a bias for all; a mask that is written to; no
+    gradient wanted.
     """
     lengths = (1, 63, 64, 65, 127, 128, 192, 257)
     for mask in ("none", "causal"):
         yield from (Case(mask, queries=n, keys=n) for n in lengths)
-        yield from (Case(mask, queries=n, keys=n, is_low=True) for n in (64, 192))
-    for mask in ("padding", "dense", "window", "packed", "edges"):
+        yield from (Case(mask, queries=n, keys=n, around=-100) for n in (64, 192))
+        yield from (Case(mask, dim=n, value_dim=n) for n in (64, 80, 128))
+        yield Case(mask, around=100)
+        yield Case(mask, queries=7, keys=1100)
+    for mask in ("none", "causal", "padding", "dense", "window", "packed"):
+        yield Case(mask, queries=65, keys=65, trains=False)
+    for mask in ("padding", "causal padding", "dense", "dense heads", "window", "packed", "edges"):
         yield from (Case(mask, queries=n, keys=n) for n in ((65, 192) if quick else lengths))
     yield from (Case("edges", queries=n, batch=1) for n in (64, 40))
-    yield Case("padding", is_low=True)
+    yield Case("padding", around=-100)
     yield from (Case("padding", lengths=which, batch=3) for which in ("dead", "all"))
     for mask in ("none", "causal", "dense"):
         yield from (Case(mask, queries=q, keys=k) for q, k in ((5, 70), (70, 5), (1, 130)))
@@ -222,6 +236,7 @@ def cases(*, quick: bool) -> Iterator[Case]:
     if not quick:
         for mask in MASKS:
             yield Case(mask, queries=600, keys=600, dim=64, value_dim=64)
+            yield Case(mask, queries=1100, keys=1100, batch=1)
             for layout in LAYOUTS:
                 yield Case(mask, queries=129, keys=129, heads=6, kv_heads=3, layout=layout)
                 yield Case(mask, queries=40, keys=129, heads=6, kv_heads=6, layout=layout)

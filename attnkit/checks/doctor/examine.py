@@ -36,7 +36,7 @@ COLUMNS = {
 
 TINY = Case(batch=3, queries=7, keys=7, dim=8, value_dim=8)
 DROPOUT = Case(batch=8, heads=4, kv_heads=4, dim=64, value_dim=64, dropout_p=0.25)
-LOW = 8.0  # times the tolerance: scores near −100 have fewer digits after the point
+FAR = 8.0  # times the tolerance: scores near ±100 have fewer digits after the point
 NEW = 211  # tokens that no case has
 GROWTH = (512, 1024)
 TRIALS = 200  # of smaller cases
@@ -45,12 +45,12 @@ Names = dict[str, Any]
 
 
 class Refused(Exception):
-    """The attention says that it cannot compute a case."""
+    """The attention says that it cannot compute a case, or has no argument for it."""
 
 
 def tolerance(case: Case) -> float:
     """The difference that another order of sums may make, as a share of the largest value."""
-    return torch.finfo(getattr(torch, case.dtype)).eps ** 0.75 * (LOW if case.is_low else 1.0)
+    return torch.finfo(getattr(torch, case.dtype)).eps ** 0.75 * (FAR if case.around else 1.0)
 
 
 def computed(attention: Attention, case: Case, more: str = "") -> Names:
@@ -85,6 +85,8 @@ class Examination:
         self.worst: dict[str, float] = {}
         self.cells: dict[str, str] = {}
         self.faults: list[Fault] = []
+        self.has_raised = False
+        self.reason = ""
         self.kinds: set[ledger.Kind] = set()
         self.wrong: list[ledger.Wrong] = []
 
@@ -101,47 +103,83 @@ class Examination:
 
     def ask(self, cases: Iterable[Case]) -> None:
         """Hold each case to the definition. Of what is wrong in a column the first case is told,
-        made as small as it stays wrong."""
+        made as small as it stays wrong. "auto" is kept from each kind that is wrong."""
         for asked in cases:
             case = self.here(asked)
             try:
                 found = self.differences(case)
-            except Refused:
+            except Refused as refusal:
+                self.refused(case, refusal)
                 continue
             self.num_cases += 1
             for what, (difference, seen) in found.items():
-                if what in self.worst and not self.worst[what] < inf:
-                    continue
+                is_first = self.worst.get(what, 0.0) < inf
                 self.worst[what] = max(self.worst.get(what, 0.0), difference)
                 if not difference <= tolerance(case):
                     self.worst[what] = inf
-                    self.tell(what, case, seen)
+                    self.tell(what, case, seen, is_first=is_first)
 
-    def tell(self, what: str, case: Case, seen: str) -> None:
+    def refused(self, case: Case, refusal: Refused) -> None:
+        """A refusal that is a fault: of an attention without anything, or of a number of tokens
+        where 64 are served."""
+        raised = refusal.__cause__
+        self.reason = self.reason or str(refusal).splitlines()[0]
+        if raised is None or self.attention.is_ours or self.has_raised:
+            return
+        plain = replace(case, queries=64, keys=64)
+        is_plain = replace(plain, mask="none") == self.here(Case(trains=case.trains))
+        is_fault = is_plain and not self.attention.may_refuse
+        if not is_fault and case != plain and case.queries == case.keys:
+            try:
+                is_fault = bool(self.differences(plain))
+            except Refused:
+                return
+        if is_fault or "CUDA error" in str(raised):
+            self.has_raised = True
+            seen = f"{case}: raises {type(raised).__name__}: {raised}".splitlines()[0]
+            self.add("output", seen, self.printed(case))
+
+    def tell(self, what: str, case: Case, seen: str, *, is_first: bool) -> None:
         if what == "dead rows" and not self.attention.is_ours:
-            self.add(what, f"a query that may look nowhere: {seen}", verdict="note")
+            if is_first:
+                self.add(what, f"a query that may look nowhere: {seen}", verdict="note")
+            return
+        if not is_first and (not self.attention.kernel or self.is_forbidden(what, case)):
             return
         small, seen = self.smallest(what, case, seen)
-        self.add(what, f"{small}: {seen}", self.printed(small))
+        if is_first:
+            self.add(what, f"{small}: {seen}", self.printed(small))
         self.forbid(what, small, f"{small}: {seen}")
 
     def forbid(self, what: str, case: Case, seen: str) -> None:
         """Let "auto" leave the kernel out wherever what this case is made of is."""
-        if self.attention.kernel:
-            tensors = case.tensors(is_same=False, is_top_left=False)
-            names: Names = {}
-            mask = (self.attention.lines(case) or "").split("\noutput")[0]
-            exec(f"{HEAD}{self.attention.imports}{tensors}{mask}", names)
-            kind = ledger.kind_of(inputs_of(names)) - (
-                frozenset() if what == "gradients" else {"gradient"}
-            )
+        if self.attention.kernel and (kind := self.kind(what, case)) is not None:
             self.wrong.append(ledger.Wrong(self.attention.kernel, kind, what, seen))
+
+    def is_forbidden(self, what: str, case: Case) -> bool:
+        kind = self.kind(what, case)
+        return kind is None or any(wrong.kind <= kind for wrong in self.wrong)
+
+    def kind(self, what: str, case: Case) -> ledger.Kind | None:
+        """What "auto" goes by in a case; without "gradient" where the output is wrong already.
+        None where `attend` has no such attention."""
+        tensors = case.tensors(is_same=False, is_top_left=False)
+        mask = (self.attention.lines(case) or "").split("\noutput")[0]
+        names: Names = {}
+        try:
+            exec(f"{HEAD}{self.attention.imports}{tensors}{mask}", names)
+            kind = ledger.kind_of(inputs_of(names))
+        except ValueError:
+            return None
+        return kind if what == "gradients" else kind - {"gradient"}
 
     def printed(self, case: Case) -> str:
         """The program of a case with the definition, which prints the differences."""
         program = self.attention.program(case)
         assert program is not None
         head, tensors = program.split("\ntorch.manual_seed", 1)
+        if self.attention.is_ours:  # by the rules alone, as it was found
+            head = f'import os\n\nos.environ["ATTNKIT_LEDGER"] = "off"\n{head}'
         parts = [head, "\n", DEFINITION, "\ntorch.manual_seed", tensors]
         return "".join([*parts, self.attention.defined, COMPARED, PRINTED])
 
@@ -182,7 +220,7 @@ class Examination:
         errors = (output - expected).abs() / _largest([expected])
         found = {"output": _worst(errors.masked_fill(~alive, 0.0), "output", tolerance(case))}
         if not alive.all():
-            difference, _ = _worst(errors.masked_fill(alive, 0.0), "", inf)
+            difference, _ = _worst(output.abs().masked_fill(alive, 0.0), "", inf)
             seen = f"{difference:.1e}" if difference < inf else "NaN"
             found["dead rows"] = difference, f"{seen} where 0 is expected"
         if names["got"] is not None and (alive.all() or self.attention.is_ours):
@@ -195,7 +233,8 @@ class Examination:
             ]
             found["gradients"] = max(named, key=lambda pair: pair[0])
         if self.attention.kernel:
-            self.kinds.add(ledger.kind_of(inputs_of(names)))
+            kind = ledger.kind_of(inputs_of(names))
+            self.kinds |= {kind, kind - {"gradient"}}
         return found
 
     def properties(self) -> None:
@@ -223,12 +262,24 @@ class Examination:
                     continue
                 promised = what != "dead rows" or self.attention.is_ours
                 if finding.verdict == "fail":
-                    seen = f"{finding.check} with {mask}: {finding.seen}"
-                    self.add(what, seen, self.printed(case), "fail" if promised else "note")
+                    if all(fault.what != what for fault in self.faults):  # else it is told already
+                        seen = f"{finding.check} with {mask}: {finding.seen}"
+                        program = self.printed(case) if self.is_wrong(case) else self.repeated(case)
+                        self.add(what, seen, program, "fail" if promised else "note")
                     if promised:
                         self.forbid(what, case, finding.seen)
                 else:
                     self.cells.setdefault(what, "ok")
+
+    def is_wrong(self, case: Case) -> bool:
+        return any(d > tolerance(case) for d, _ in self.differences(case).values())
+
+    def repeated(self, case: Case) -> str:
+        """A program that calls twice and prints the difference."""
+        return (
+            f"{self.attention.program(case)}first = output\n{self.attention.lines(case)}\n"
+            'print("two calls differ by", (output - first).abs().max().item())\n'
+        )
 
     def dropout(self) -> None:
         """The share of weights that are dropped, the size of the others, and the same weights in
@@ -243,23 +294,34 @@ class Examination:
         if program is None or self.attention.is_same:
             return
         before, lines = program.split("allowed = ", 1)
+        call = self.attention.lines(case)
         program = f"{before}{identity}allowed = {lines}" + (
             "weights, columns = output.detach(), output.detach().sum(dim=2)\n"
-            "dropped = (weights == 0).double().mean().item()\n"
-            f"kept = weights.sum().item() / (weights != 0).sum().item() * {size}\n"
+            f"kept = weights > 0.5 / {size}\n"
+            "dropped, size = 1 - kept.double().mean().item(), weights[kept].mean().item()\n"
             "gradient = torch.autograd.grad(output.sum(), value)[0][..., 0]\n"
+            "first = kept[0, 0]\n"
+            "are_shared = (kept[0, 1] == first).all() or (kept[1, 0] == first).all()\n"
+            f"{call}\n"
+            f"are_repeated = ((output > 0.5 / {size}) == kept).all()\n"
             'print(f"dropped {dropped:.4f}, expected {dropout_p}")\n'
+            f'print(f"kept {{size * {size}:.4f}}, expected {{1 / (1 - dropout_p):.4f}}")\n'
+            'print("all heads or items drop the same:", bool(are_shared), "expected False")\n'
+            'print("two calls drop the same:", bool(are_repeated), "expected False")\n'
         )
         names: Names = {}
         try:
-            exec(compile(program.rsplit("print", 1)[0], f"<{self.attention.name}>", "exec"), names)
+            quiet = program.split("\nprint")[0]
+            exec(compile(quiet, f"<{self.attention.name}>", "exec"), names)
         except Exception as error:
             if self.attention.is_ours and type(error).__name__ != "UnsupportedError":
                 self.add("dropout", f"raises {type(error).__name__}: {error}", program)
             return
         number = names["weights"].numel()
+        if self.attention.kernel and (kind := self.kind("dropout", case)) is not None:
+            self.kinds |= {kind, kind | {"gradient"}}
         spread = 6 * (case.dropout_p * (1 - case.dropout_p) / number) ** 0.5
-        dropped, kept = names["dropped"], names["kept"] * (1 - case.dropout_p)
+        dropped, kept = names["dropped"], names["size"] * size * (1 - case.dropout_p)
         columns = names["columns"]
         backward = _worst((names["gradient"] - columns).abs() / columns.abs().max(), "", inf)[0]
         said = f"drops {dropped:.4f} of the weights, {case.dropout_p} was asked for"
@@ -267,6 +329,9 @@ class Examination:
             said = f"the weights that it keeps are {kept:.4f} of what they should be"
         elif backward > 4 * tolerance(case):
             said = f"its backward drops other weights than its forward: {share(backward)}"
+        elif names["are_shared"] or names["are_repeated"]:
+            which = "two calls" if names["are_repeated"] else "two heads or items"
+            said = f"{which} drop the same weights"
         elif abs(dropped - case.dropout_p) <= spread:
             self.cells["dropout"] = "ok"
             return
@@ -287,7 +352,8 @@ class Examination:
             seconds.append(time.perf_counter() - start)
         more = 1000 * (seconds[0] - min(seconds[1:]))
         self.cells["new shape"] = f"{max(more, 0):.0f} ms"
-        if memory and self.device != "mps":  # which does not tell
+        # Apple's GPUs do not tell, and torch has one profiler
+        if memory and self.device != "mps" and not torch.autograd._profiler_enabled():
             peaks = [_peak(self.attention, replace(new, queries=n, keys=n)) for n in GROWTH]
             self.cells["memory"] = f"n^{log2(peaks[1] / peaks[0]):.1f}"
 
@@ -334,7 +400,7 @@ def _said(difference: float) -> str:
 
 
 def _largest(tensors: Sequence[Tensor]) -> float:
-    return max(max(tensor.abs().max().item() for tensor in tensors), 1e-300)
+    return max(tensor.abs().max().item() for tensor in tensors) or 1.0
 
 
 def _worst(error: Tensor, name: str, limit: float) -> tuple[float, str]:

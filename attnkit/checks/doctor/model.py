@@ -25,26 +25,35 @@ def examine_model(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Row],
     the gradients that its function gives, against the definition in float64.
 
     Raises:
-        ValueError: the model ran no attention that is seen (`attnkit.core.capture`).
+        ValueError: no module; it raises; it ran no attention that is seen (`attnkit.core.capture`).
     """
     rows, faults = [], []
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     with evaluating(model), watch_attention(model) as calls:
-        model(*inputs)
+        try:
+            model(*inputs)
+        except Exception as error:
+            raise ValueError(
+                f"model: {type(model).__name__} raises {type(error).__name__} for these inputs: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
     for call in calls:
         if isinstance(call, AttentionCall):
             like, found = call.query, _differences(call)
-            said = f"{' × '.join(map(str, like.shape))}, mask={call.inputs.mask}"
+            said = " × ".join(map(str, like.shape))
+            said += f", {type(call.inputs.mask).__name__}" if call.inputs.mask is not None else ""
         else:
             like, found = call.weights, _of_edges(call)
             said = f"{call.num_nodes[1]} nodes, {len(like)} edges, {call.num_heads} heads"
         dtype, device = str(like.dtype).removeprefix("torch."), str(like.device)
-        name = f"{call.layer or 'the model'} ({call.tap})"
+        name = f"{call.layer or 'the model'} ({call.tap}), {said}"
         limit = torch.finfo(like.dtype).eps ** 0.75
         cells = {}
         for what, (worst, which) in found.items():
             cells[what] = f"{worst:.0e}" if worst <= limit else "WRONG"
             if not worst <= limit:
-                seen = f"{said}: {which} differs by {worst:.1e}"
+                seen = f"{which} differs by {worst:.1e} of the largest value"
                 faults.append(Fault(f"{name}, {dtype} on {device}", what, "fail", seen))
         rows.append(Row(name, device, dtype, 1, cells))
     return rows, faults
@@ -108,6 +117,11 @@ def _computed(tap: str, inputs: Inputs) -> Tensor:
     if tap == "attend":
         names = ("score", "mask", "bias", "normalizer", "edge_features", "sink")
         return attend(*tensors, **{name: getattr(inputs, name) for name in names})
+    mask = inputs.attn_mask()
     return F.scaled_dot_product_attention(
-        *tensors, attn_mask=inputs.attn_mask(), scale=inputs.scale, enable_gqa=inputs.is_grouped
+        *tensors,
+        attn_mask=mask,
+        is_causal=mask is None and inputs.is_causal,
+        scale=inputs.scale,
+        enable_gqa=inputs.is_grouped,
     )

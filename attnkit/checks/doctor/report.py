@@ -53,6 +53,10 @@ class DoctorReport:
     machine: Mapping[str, str]
     rows: tuple[Row, ...]
     faults: tuple[Fault, ...]
+    refused: Mapping[str, str]
+    """Attentions that can compute nothing here, with what they say."""
+    ledger: str
+    """Where what was found is written, or why it is not."""
     seconds: float
 
     @property
@@ -108,7 +112,10 @@ class DoctorReport:
         number = len(self.failures)
         found = f"{number} wrong" if number else "nothing is wrong"
         asked = sum(row.num_cases for row in self.rows)
+        if self.refused:
+            yield f"cannot run here: {', '.join(self.refused)}"
         yield f"{found}: {len(self.rows)} attentions, {asked} cases, {self.seconds:.0f} s"
+        yield self.ledger
 
 
 def _block(program: str, indent: str, fence: str) -> Sequence[str]:

@@ -6,11 +6,11 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, overrides
 
 from attnkit.checks.doctor.attentions import attentions, devices
 from attnkit.checks.doctor.cases import cases
@@ -18,7 +18,11 @@ from attnkit.checks.doctor.examine import Examination
 from attnkit.checks.doctor.model import examine_model
 from attnkit.checks.doctor.report import DoctorReport, Fault, Row
 from attnkit.checks.doctor.times import timed_cases, times
+from attnkit.core.hidden import HIDING
 from attnkit.core.kernels import ledger
+from attnkit.core.listeners import LISTENERS
+from attnkit.core.nearest import nearest
+from attnkit.core.operators.precision import EXACT
 
 Progress = Callable[[float, str], None]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -55,17 +59,18 @@ def doctor(
         inputs: what the model is called with.
         quick: fewer lengths and dtypes, no memory and no times. Below 20 s on two cores; the whole
             takes below 120 s.
-        only: attentions with this in their name.
-        record: write what is found, and unless `quick` how long kernels take, to the ledger that
-            `backend="auto"` obeys (`ATTNKIT_LEDGER`).
+        only: attentions with this in their name, in capitals or not.
+        record: write what is found of attnkit's kernels, and unless `quick` how long they take, to
+            the ledger that `backend="auto"` obeys (`ATTNKIT_LEDGER`). A whole run also takes back
+            what it does not find again. Where it cannot be written the report says so.
         progress: called with the share that is done and what comes next.
 
     Returns:
         The report, false where something is wrong.
 
     Raises:
-        ValueError: `only` names nothing; the model runs no attention that is seen.
-        LedgerError: the ledger cannot be written.
+        ValueError: `only` names nothing, or nothing that can run here; the model raises, or runs no
+            attention that is seen.
     """
     started = time.perf_counter()
     tell = progress or (lambda share, what: None)
@@ -74,11 +79,12 @@ def doctor(
         for device in devices()
         for attention in attentions(device)
         for dtype in DTYPES[: 4 if not quick else 1 if attention.is_slow else 2]
-        if dtype in attention.dtypes and only in attention.name
+        if dtype in attention.dtypes and only.lower() in attention.name.lower()
     ]
     if not todo:
-        names = ", ".join(attention.name for attention in attentions("cpu"))
-        raise ValueError(f"only: {only!r} is in none of the names {names}")
+        names = [attention.name for attention in attentions("cpu")]
+        hint = nearest(only, names) or f"; there are {', '.join(names)}"
+        raise ValueError(f"only: {only!r} is in no name of an attention{hint}")
     asked = list(cases(quick=quick))
     rows: list[Row] = []
     faults: list[Fault] = []
@@ -96,27 +102,44 @@ def doctor(
                 examination.costs(memory=not quick)
             elif not quick:
                 examination.dropout()
+        said = "nothing is written to the ledger"
         if record and ledger.path() is not None:
-            for device in devices():
-                _record(device, todo, is_timed=not (quick or only), tell=tell)
+            said = _record(todo, is_quick=quick, is_timed=not (quick or only), tell=tell)
     for examination in todo:
         faults += examination.faults
         rows += [examination.row()] if examination.num_cases else []
-    return DoctorReport(machine(), tuple(rows), tuple(faults), time.perf_counter() - started)
+    asked_of = {each.attention.name for each in todo if each.num_cases or each.faults}
+    refused = {each.attention.name: each.reason for each in todo}
+    refused = {name: reason for name, reason in refused.items() if name not in asked_of}
+    if not rows and not faults:
+        first = next(iter(refused))
+        raise ValueError(f"only: {first} cannot run here: {refused[first]}")
+    seconds = time.perf_counter() - started
+    return DoctorReport(machine(), tuple(rows), tuple(faults), refused, said, seconds)
 
 
-def _record(device: str, todo: list[Examination], *, is_timed: bool, tell: Progress) -> None:
-    here = [each for each in todo if each.device == device and each.attention.kernel]
-    found = [wrong for each in here for wrong in each.wrong]
-    checked = {(each.attention.kernel, kind) for each in here for kind in each.kinds}
-    timed: list[ledger.Timed] = []
-    if is_timed:
-        kernels = [each.attention for each in here if each.dtype == "float32" and each.num_cases]
-        chosen = list(timed_cases(device))
-        for number, case in enumerate(chosen):
-            tell(number / len(chosen), f"times: {case}")
-            timed += times(kernels, case)
-    ledger.record(device, checked=checked, found=found, times=timed)
+def _record(todo: list[Examination], *, is_quick: bool, is_timed: bool, tell: Progress) -> str:
+    """Write down what was found; what a quick run does not find again stays, since it asks less."""
+    for device in devices():
+        here = [each for each in todo if each.device == device and each.attention.kernel]
+        found = [wrong for each in here for wrong in each.wrong]
+        checked = {(each.attention.kernel, kind) for each in here for kind in each.kinds}
+        timed: list[ledger.Timed] = []
+        if is_timed:
+            kernels = [
+                each.attention for each in here if each.dtype == "float32" and each.num_cases
+            ]
+            chosen = list(timed_cases(device))
+            for number, case in enumerate(chosen):
+                tell(number / len(chosen), f"times: {case}")
+                timed += times(kernels, case)
+        try:
+            file = ledger.record(
+                device, checked=() if is_quick else checked, found=found, times=timed
+            )
+        except ledger.LedgerError as error:
+            return f"nothing is written to the ledger: {error}"
+    return f'backend="auto" obeys the ledger here: {file}'
 
 
 def machine() -> dict[str, str]:
@@ -127,11 +150,24 @@ def machine() -> dict[str, str]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    with (
-        torch.random.fork_rng(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        warnings.catch_warnings(),
-    ):
+    """In the block torch is as it comes, in this thread, and nobody listens; after it all is as
+    before: random numbers, grad mode, the default device and precision, warnings."""
+    device, precision = torch.get_default_device(), torch.get_float32_matmul_precision()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in devices():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        for listened in (LISTENERS, HIDING, EXACT):
+            stack.enter_context(listened.limited(0))
+        stack.callback(torch.set_float32_matmul_precision, precision)
+        torch.set_float32_matmul_precision("highest")
+        if device.type != "cpu":
+            stack.callback(torch.set_default_device, device)
+            torch.set_default_device(None)
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(overrides._pop_mode_temporarily())
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield

@@ -242,7 +242,7 @@ class _Job:
         count = math.prod(shape)
         kept = self.kept.get(name)
         if kept is None or len(kept) < count:
-            kept = self.kept[name] = torch.empty(count)
+            kept = self.kept[name] = torch.empty(count, dtype=torch.float32, device="cpu")
         return kept[:count].view(shape)
 
     def _signs(self, shape: tuple[int, int]) -> Tensor:
@@ -340,7 +340,8 @@ class _Job:
             spans = [(lane, lane + 1) for lane in range(count)]
 
         def task(*where: int) -> None:
-            scratch = torch.empty((3 + self.head_dim) * self._at_once() + self.edge_dim)
+            size = (3 + self.head_dim) * self._at_once() + self.edge_dim
+            scratch = torch.empty(size, dtype=torch.float32, device="cpu")  # whatever the default
             kernel(*arguments, scratch.data_ptr(), *where)
 
         run_tasks(

@@ -408,3 +408,16 @@ def test_tables_are_laid_out_for_the_caches_of_the_machine(monkeypatch):
         assert bool(copied) == (machine != Caches(2**20, 2**21))
     first, *others = outputs.values()
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_kernels_have_their_memory_whatever_the_default_dtype_is():
+    """Half of it was missing, and the heap was written over."""
+    query = torch.randn(1, 2, 64, 16)
+    edges = attnkit.Edges(torch.randint(0, 64, (2, 800)), 64)
+    expected = attnkit.attend(query, query, query, mask=edges, backend="edges_numba")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = attnkit.attend(query, query, query, mask=edges, backend="edges_numba")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
