@@ -100,7 +100,7 @@ _MASKS = {}
 
 
 def stale_mask(query, key, value, attn_mask=None, **options):
-    """What was made of a mask is found again by its identity (as the scale on Apple GPUs, pytorch 184122)."""
+    """What was made of a mask is kept by its identity (as scales on Apple GPUs, pytorch 184122)."""
     if attn_mask is not None:
         kept = _MASKS.get(id(attn_mask))
         if kept is None or kept[0] is not attn_mask:
@@ -435,7 +435,7 @@ def test_what_is_not_there_is_named():
 # The command.
 
 
-def doctor(*words, env=None):
+def doctor(*words):
     from attnkit.launch.main import main
 
     return main(["doctor", *words])
