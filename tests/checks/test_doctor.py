@@ -13,6 +13,7 @@ import attnkit
 from attnkit.checks.doctor.attentions import attentions
 from attnkit.checks.doctor.cases import Case, cases
 from attnkit.checks.doctor.examine import Examination
+from attnkit.checks.doctor.times import timed_cases, times
 from attnkit.core.kernels import ledger
 from attnkit.core.kernels.choose import PLACES
 
@@ -325,6 +326,66 @@ def test_inside_a_block_that_listens_nobody_hears():
     assert len(captured) == 1
 
 
+def test_properties_are_asked_of_it_too(monkeypatch):
+    """Noise far below the limit: only two calls of one seed tell."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(query, key, value, **options):
+        output = attention(query, key, value, **options)
+        return output + 1e-7 * torch.randn(output.shape, generator=generator).to(output)
+
+    asked = ("causal", "padding", "batch", "repeats")
+    honest = attnkit.doctor(quick=True, only=NAME).rows[0].cells
+    assert [honest[what] for what in asked] == ["ok"] * 4
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noisy)
+    report = attnkit.doctor(quick=True, only=NAME)
+    found = {failure.what: failure for failure in report.failures}
+    assert set(found) >= {"repeats"}
+    assert "output" not in found
+    assert "two calls differ by" in found["repeats"].program
+    assert report.rows[0].cells["repeats"] == "WRONG"
+
+
+def test_what_others_give_to_a_row_that_looks_nowhere_is_a_note_with_its_number(monkeypatch):
+    def mean(query, key, value, attn_mask=None, **options):
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask | ~attn_mask.any(-1, keepdim=True)
+        return attention(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", mean)
+    report = attnkit.doctor(quick=True, only=NAME)
+    assert report
+    assert float(report.rows[0].cells["dead rows"]) > 0.1
+    assert [fault.what for fault in report.faults] == ["dead rows"] * len(report.faults)
+
+
+def test_what_it_costs_is_told():
+    for name, least, most in (("torch sdpa (flash)", 0.0, 1.3), ("torch sdpa (math)", 1.8, 2.2)):
+        (examined,) = (each for each in attentions("cpu") if each.name == name)
+        examination = Examination(examined, "cpu", "float32")
+        examination.costs(memory=True)
+        assert examination.cells["new shape"].endswith(" ms")
+        assert least <= float(examination.cells["memory"].removeprefix("n^")) <= most, name
+
+
+def test_kernels_are_timed_for_the_ledger(flash):
+    flash(None)
+    kernels = [each for each in attentions("cpu") if each.kernel in ("flash", "block_sparse")]
+    case = Case("window", queries=512, keys=512, heads=4, kv_heads=4, dim=64, value_dim=64)
+    trained, used = times(kernels, case)
+    assert trained.kind == {"float32", "Window", "gradient"}
+    assert used.kind == {"float32", "Window"}
+    assert used.seconds["flash"] < trained.seconds["flash"]
+    assert set(used.seconds) == {"flash", "block_sparse"}
+    slow = replace(used, seconds={"flash": 1.0, "block_sparse": 2.0})
+    ledger.record("cpu", times=[slow])
+    query = torch.randn(2, 4, 512, 64)
+    told = attnkit.explain_backends(query, query, query, mask=attnkit.Window(8, 8))
+    assert told.chosen == "flash"
+    assert "measured fastest here" in str(told)
+    assert len(list(timed_cases("cpu"))) == 15
+
+
 def test_the_smallest_case_is_told(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", causal_leak_at_one_length)
     told = attnkit.doctor(quick=True, only=NAME).failures[0]
@@ -406,13 +467,18 @@ def test_causal_models_of_torch_are_right():
     assert report.rows[0].attention.endswith("1 × 2 × 5 × 8, Causal")
 
 
-def test_a_graphs_model_too():
+def test_a_graphs_model_too(monkeypatch):
     model = attnkit.GAT(8, 16, 3)
     edge_index = torch.randint(0, 10, (2, 30))
     report = attnkit.doctor(model, [torch.randn(10, 8), edge_index], quick=True, only=NAME)
     layers = [row.attention.split(" (")[0] for row in report.rows[:2]]
     assert layers == ["layers.0.attention", "layers.1.attention"]
     assert float(report.rows[0].cells["output"]) < 1e-5
+    kernel = type(PLACES["reference"].kernel)  # which so few edges are left to
+    compute = kernel.compute
+    monkeypatch.setattr(kernel, "compute", lambda self, inputs: 1.01 * compute(self, inputs))
+    report = attnkit.doctor(model, [torch.randn(10, 8), edge_index], quick=True, only=NAME)
+    assert report.failures[0].attention.startswith("layers.0.attention (attend)")
 
 
 def test_torchs_random_state_and_threads_stay():

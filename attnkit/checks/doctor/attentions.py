@@ -195,7 +195,8 @@ def _flex(case: Case) -> str | None:
 
 
 def _varlen(case: Case) -> str | None:
-    if case.mask not in ("none", "causal") or case.bias or case.is_grouped or case.dropout_p:
+    has_more = case.bias or case.is_grouped or case.dropout_p or case.scale is not None
+    if has_more or case.mask not in ("none", "causal"):
         return None
     ends = (f"torch.arange({case.batch + 1}).int().cuda() * {n}" for n in (case.queries, case.keys))
     window = ", window_size=(-1, 0)" if case.mask == "causal" else ""

@@ -104,15 +104,15 @@ def doctor(
             elif not quick:
                 examination.dropout()
         said = "nothing is written to the ledger"
-        if record and ledger.path() is not None:
+        if record and ledger.path() is not None and any(each.kinds for each in todo):
             said = _record(todo, is_quick=quick, is_timed=not (quick or only), tell=tell)
     for examination in todo:
         faults += examination.faults
-        rows += [examination.row()] if examination.num_cases else []
+        rows += [examination.row()] if examination.num_cases or examination.faults else []
     asked_of = {each.attention.name for each in todo if each.num_cases or each.faults}
     refused = {each.attention.name: each.reason for each in todo}
     refused = {name: reason for name, reason in refused.items() if name not in asked_of}
-    if not rows and not faults:
+    if not rows:
         first = next(iter(refused))
         raise ValueError(f"only: {first} cannot run here: {refused[first]}")
     seconds = time.perf_counter() - started
@@ -127,13 +127,11 @@ def _record(todo: list[Examination], *, is_quick: bool, is_timed: bool, tell: Pr
         checked = {(each.attention.kernel, kind) for each in here for kind in each.kinds}
         timed: list[ledger.Timed] = []
         if is_timed:
-            kernels = [
-                each.attention for each in here if each.dtype == "float32" and each.num_cases
-            ]
+            kernels = {each.attention.kernel: each.attention for each in here if each.num_cases}
             chosen = list(timed_cases(device))
             for number, case in enumerate(chosen):
                 tell(number / len(chosen), f"times: {case}")
-                timed += times(kernels, case)
+                timed += times(list(kernels.values()), case)
         try:
             file = ledger.record(
                 device, checked=() if is_quick else checked, found=found, times=timed
