@@ -326,6 +326,12 @@ def test_inside_a_block_that_listens_nobody_hears():
     assert len(captured) == 1
 
 
+def test_inside_exact_all_kernels_are_asked():
+    with attnkit.exact():
+        report = attnkit.doctor(quick=True, only="attnkit math", record=False)
+    assert report.rows[0].num_cases > 90
+
+
 def test_properties_are_asked_of_it_too(monkeypatch):
     """Noise far below the limit: only two calls of one seed tell."""
     generator = torch.Generator().manual_seed(0)

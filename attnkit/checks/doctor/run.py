@@ -20,7 +20,6 @@ from attnkit.checks.doctor.report import DoctorReport, Fault, Row
 from attnkit.checks.doctor.times import timed_cases, times
 from attnkit.core.hidden import HIDING
 from attnkit.core.kernels import ledger
-from attnkit.core.listeners import LISTENERS
 from attnkit.core.nearest import nearest
 from attnkit.core.operators.precision import EXACT
 
@@ -149,8 +148,8 @@ def machine() -> dict[str, str]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """In the block torch is as it comes, in this thread, and nobody listens; after it all is as
-    before: random numbers, grad mode, the default device and precision, warnings."""
+    """In the block torch is as it comes, in this thread, and no mode sees its functions; after it
+    all is as before: random numbers, grad mode, the default device and precision, warnings."""
     device, precision = torch.get_default_device(), torch.get_float32_matmul_precision()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
@@ -158,8 +157,8 @@ def _undisturbed() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         for kind in devices():
             stack.enter_context(torch.autocast(kind, enabled=False))
-        for listened in (LISTENERS, HIDING, EXACT):
-            stack.enter_context(listened.limited(0))
+        for opened in (HIDING, EXACT):
+            stack.enter_context(opened.limited(0))
         stack.callback(torch.set_float32_matmul_precision, precision)
         torch.set_float32_matmul_precision("highest")
         if device.type != "cpu":
