@@ -21,12 +21,13 @@ SLOW = ("blockwise", "math", "reference")  # what holds all scores, or goes thro
 def timed_cases(device: str) -> Iterator[Case]:
     """Attention as models have it, under masks of which the time depends on the sizes alone."""
     dtype = "bfloat16" if device == "cuda" else "float32"
-    kind = {"dtype": dtype, "device": device}
     for mask in ("none", "causal", "window", "packed"):
         sizes = [(8, 256), (1, 1024), (8, 1024)]
         for batch, tokens in [*sizes, (1, 4096)] if mask in ("window", "packed") else sizes:
-            yield Case(mask, "some", tokens, tokens, batch, 4, 4, 64, 64, **kind)
-    yield Case("edges", "some", 2048, 2048, 1, 8, 8, 16, 16, **kind)
+            yield Case(
+                mask, "some", tokens, tokens, batch, 4, 4, 64, 64, dtype=dtype, device=device
+            )
+    yield Case("edges", "some", 2048, 2048, 1, 8, 8, 16, 16, dtype=dtype, device=device)
 
 
 def times(kernels: Sequence[Attention], case: Case) -> Iterator[Timed]:
