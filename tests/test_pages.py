@@ -10,10 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
+import attnkit
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("tutorials/*.md")),
-         *(ROOT / "docs" / name for name in ("index.md", "attention.md", "doctor.md"))]  # fmt: skip
+NAMED = ("index", "attention", "coming_from", "doctor")
+PAGES = [README, *sorted((ROOT / "docs").glob("tutorials/*.md"))]
+PAGES += [ROOT / "docs" / f"{name}.md" for name in NAMED]
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [(page, *block) for page in PAGES for block in BLOCK.findall(page.read_text())]
 
@@ -45,6 +48,14 @@ RUN = [
     for line in lines
     if not SET_UP.fullmatch(line)
 ]
+
+
+def test_names_beside_other_libraries():
+    rows = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs/coming_from.md").read_text(), re.M)
+    ours = [row for row in rows if "PyG's" not in row and "not here" not in row]
+    names = {name for row in ours for name in re.findall(r"(?<!\.)\b([A-Z]\w*[a-z]\w*)\b(?=[(`])", row)}
+    assert len(names) > 15
+    assert not {name for name in names - {"True"} if not hasattr(attnkit, name)}
 
 
 @pytest.mark.parametrize("code", SNIPPETS)
