@@ -20,7 +20,9 @@ def split_line(kind: str, counts: Mapping[str, int], rest: str = "") -> str:
 
 def outputs_text(target: str, count: int) -> str:
     """` in 7 classes`, or ` with 7 labels each`: what is learned, for `split_line`."""
-    return f" in {count} classes" if target == "classes" else f" with {count} {target} each"
+    if target == "classes":
+        return f" in {count} classes"
+    return f" with {count} {target if count > 1 else target[:-1]} each"
 
 
 def class_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:

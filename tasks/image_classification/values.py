@@ -107,7 +107,7 @@ class ImageValues(OfImages, ValuesModule):
             return
         outputs, truth = self.val_values.compute()
         self.val_values.reset()
-        if not self.trainer.validating:  # a validation alone changes nothing
+        if self.trainer.state.fn == "fit":  # a validation alone changes nothing
             for place, (score, is_there) in enumerate(zip(outputs.T, truth.T, strict=True)):
                 self.thresholds[place] = best_threshold(score.sigmoid(), is_there)
 
@@ -130,7 +130,7 @@ class ImageValues(OfImages, ValuesModule):
 
     def on_test_end(self) -> None:
         if self.trainer.is_global_zero and self.class_scores:
-            show_class_scores(self.class_scores)
+            show_class_scores(self.class_scores, "label")
 
     @torch.no_grad()
     def classify(self, images: Tensor) -> dict[str, list[Any]]:

@@ -74,6 +74,7 @@ class ValueReport(Callback):
             title = in_picture(in_line(names[place])[:30])
             axes = figure.add_subplot(1, count, place + 1, xlabel="truth", title=title)
             axes.set_ylabel("predicted")
+            axes.set_aspect("equal", adjustable="datalim")
             axes.scatter(right, given, s=8, alpha=0.5)
             if len(right):
                 axes.axline((float(right.mean()),) * 2, slope=1, color="0.5", lw=1)
