@@ -135,7 +135,8 @@ class ImageCsvData(ImageDataModule):
             rows = [row for row in rows if set(row.truth) <= set(names)]
         elif known and list(known) != columns:
             raise UserError(
-                f"data.label_column: expected the columns of the training, {', '.join(known)[:80]}, "
+                "data.label_column: expected the columns of the training, "
+                f"{', '.join(known)[:80]}, "
                 f"got {', '.join(columns)[:80]}"
             )
         self._report(problems, len(rows) + len(problems))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
 from attnkit.lightning.callbacks.class_report import ClassScore
@@ -33,21 +34,18 @@ class ValueReport(Callback):
         if not trainer.is_global_zero or values is None:
             return
         outputs, truth = (part.cpu() for part in values)
-        if scores := pl_module.class_scores:
-            precisions = []
-            for given, right in zip(outputs.T, truth.T, strict=True):
-                known = ~right.isnan()
-                found = right[known].long()
-                both = len(found.unique()) == 2
-                ranks = ranks_of(given[known]) if both else None
-                precisions.append(float(binary_average_precision(ranks, found)) if both else None)
-            columns = zip(scores, pl_module.thresholds.tolist(), precisions, strict=True)
-            header = ("label", "threshold", "average_precision", *ClassScore._fields[1:])
-            rows = [(score.name, threshold, ap, *score[1:]) for score, threshold, ap in columns]
-            write_csv(self.folder / "per_label.csv", header, rows)
-            self._draw_labels(header, rows)
-        else:
-            self._draw_numbers(outputs, truth, pl_module.class_names)
+        module: Any = pl_module
+        if not module.class_scores:
+            self._draw_numbers(outputs, truth, module.class_names)
+            return
+        columns = zip(module.class_scores, module.thresholds.tolist(), strict=True)
+        header = ("label", "threshold", "average_precision", *ClassScore._fields[1:])
+        rows = [
+            (score.name, threshold, _precision(outputs[:, n], truth[:, n]), *score[1:])
+            for n, (score, threshold) in enumerate(columns)
+        ]
+        write_csv(self.folder / "per_label.csv", header, rows)
+        self._draw_labels(header, rows)
 
     def _draw_labels(self, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
         rows = sorted(rows, key=lambda row: -row[-1])[:_MAX_DRAWN][::-1]
@@ -79,6 +77,15 @@ class ValueReport(Callback):
             if len(right):
                 axes.axline((float(right.mean()),) * 2, slope=1, color="0.5", lw=1)
         _save(figure, self.folder / "predicted.png")
+
+
+def _precision(outputs: Tensor, truth: Tensor) -> float | None:
+    """The average precision of a label; None unless there are samples of 0 and of 1."""
+    known = ~truth.isnan()
+    labels = truth[known].long()
+    if len(labels.unique()) < 2:
+        return None
+    return float(binary_average_precision(ranks_of(outputs[known]), labels))
 
 
 def _figure(width: float, height: float) -> Any:
