@@ -1,7 +1,7 @@
 """docs/extending.md: its files, commands and protocol as they stand there."""
 
-import re
 import json
+import re
 import shlex
 import sys
 from pathlib import Path

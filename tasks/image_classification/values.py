@@ -201,8 +201,8 @@ def best_threshold(scores: Tensor, truth: Tensor) -> float:
 
 
 class _R2(R2Score):
-    """Of the samples whose numbers are all known; in double precision, as numbers far from 0 would
-    lose their variance."""
+    """Of the samples whose numbers are all known, NaN of fewer than two; in double precision, as
+    numbers far from 0 would lose their variance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,3 +211,6 @@ class _R2(R2Score):
     def update(self, outputs: Tensor, truth: Tensor) -> None:
         known = ~truth.isnan().any(dim=1)
         super().update(outputs[known].double(), truth[known].double())
+
+    def compute(self) -> Tensor:
+        return super().compute() if self.total > 1 else self.residual.new_tensor(torch.nan)

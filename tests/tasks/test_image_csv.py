@@ -304,6 +304,9 @@ def test_numbers_are_in_their_units(digits, tmp_path):
     assert found["test/mae"] == pytest.approx(float((outputs - truth).abs().mean()), rel=1e-5)
     assert found["test/r2"] == pytest.approx(r2_score(truth, outputs), rel=1e-5)
     assert Image.open(tmp_path / "predicted.png").width > 300
+    r2 = module.metrics()["r2"]
+    r2.update(outputs[:1], truth[:1])
+    assert r2.compute().isnan()
     assert module.classify(data.sets["val"].fetch(torch.arange(2))).keys() == {"ink"}
     (twice,) = quiet(tmp_path).predict(module, data.test_dataloader())[:1]
     assert twice["truth"] == truth[:, 0].tolist()
