@@ -121,6 +121,12 @@ class ImageCsvData(ImageDataModule):
     def default_augment(self) -> Augment:
         return shipped_augment("image_csv")
 
+    def describe(self) -> dict[str, Any]:
+        facts = super().describe()
+        if self.target == "classes":
+            return facts
+        return {**facts, "target": self.target, "num_outputs": facts["num_classes"]}
+
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
         known = module_of(self).hparams.get("class_names") if self.testing else None
         rows, problems, columns = self._rows()

@@ -63,7 +63,7 @@ class ValuesModule(TaskModule):
         num_outputs: int,
         class_names: Sequence[str] | None = None,
     ) -> None:
-        if str(target) == "classes":  # what data are unless they are told
+        if target is None or str(target) == "classes":  # what data are unless they are told
             raise UserError(
                 f"data.target: expected labels or numbers, which {type(self).__name__} learns, got "
                 f"classes; level={self.level} learns classes"
