@@ -20,7 +20,9 @@ def split_line(kind: str, counts: Mapping[str, int], rest: str = "") -> str:
 
 def outputs_text(target: str, count: int) -> str:
     """` in 7 classes`, or ` with 7 labels each`: what is learned, for `split_line`."""
-    return f" in {count} classes" if target == "classes" else f" with {count} {target} each"
+    if target == "classes":
+        return f" in {count} classes"
+    return f" with {count} {target if count > 1 else target[:-1]} each"
 
 
 def class_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
@@ -49,6 +51,32 @@ def class_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]
     lines = [f"{line}; {'/'.join(counts)} of each:"]
     lines += [f"  {', '.join(row)}" for row in rows]
     return lines
+
+
+def value_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
+    """Of labels how many images of each split have them; of numbers what they are in train.
+
+    Args:
+        labels: labels or numbers of the samples, [samples, outputs], by split.
+        names: of the labels or numbers.
+    """
+    known = labels["train"][~labels["train"].isnan()]
+    if not bool(((known == 0) | (known == 1)).all()):
+        return [
+            f"  {name} in train: {column.min():.4g} to {column.max():.4g}, mean {column.mean():.4g}"
+            for name, column in zip(names[:MAX_NAMED], labels["train"].T, strict=False)
+        ]
+    counts = [(found == 1).sum(dim=0).tolist() for found in labels.values()]
+    each = [
+        f"{n}: {'/'.join(f'{c:,}' for c in row)}" for n, *row in zip(names, *counts, strict=True)
+    ]
+    more = f", … and {len(each) - MAX_NAMED} more" if len(each) > MAX_NAMED else ""
+    without = int((labels["train"] == 1).any(dim=1).logical_not().sum())
+    none = f"; {without:,} images of train have none" if without else ""
+    return [
+        f"  {'/'.join(labels)} with each label{none}:",
+        f"  {', '.join(each[:MAX_NAMED])}{more}",
+    ]
 
 
 def image_lines(images: Any, data: Any) -> list[str]:

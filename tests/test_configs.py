@@ -41,13 +41,14 @@ WHOLE = [
     "task=vit model=vit data=digits trainer=cpu logger=default",
     "task=spatial model=cnn backbone=resnet attention=spatial callbacks=ema trainer=auto",
     "task=captioning model=captioner data=scenes callbacks=looks trainer=cpu",
+    "task=vit level=image_values data=image_csv trainer=cpu",
     "task=graph level=node model=gatv2 data=digits_graph callbacks=default trainer=cpu",
     "task=graph level=link model=gatv2 data=digits_graph trainer=cpu",
     "task=graph level=graph model=gps data=digit_grids trainer=cpu",
 ]
 # Trained, the rest of the groups: a file that needs no run of its own goes with another's.
 TRAINED = [
-    "task=channel attention=channel data=image_folder optimizer=adam trainer=cpu",
+    "task=channel level=image attention=channel data=image_folder optimizer=adam trainer=cpu",
     "task=graph model=graph_transformer data=pyg optimizer=muon trainer=cpu",
     "task=vit model=vit_tiny data=needle_digits optimizer=adamw callbacks=default trainer=cpu",
     "task=vit model=vit_small optimizer=sgd scheduler=constant finetune=full trainer=cpu",
@@ -231,6 +232,12 @@ def _arranged(run, graph_files, tmp_path, monkeypatch):
         command.append(f"data.root={tmp_path / 'ogb'}")
     if data == "image_folder":
         command.append(f"data.root={_images(tmp_path / 'images')}")
+    if data == "image_csv":
+        paths = sorted(_images(tmp_path / "images").rglob("*.png"))
+        table = tmp_path / "images" / "table.csv"
+        rows = [f"{path},{'a|b' if number % 2 else 'b'}" for number, path in enumerate(paths)]
+        table.write_text("\n".join(["path,labels", *rows]))
+        command.append(f"data.table={table}")
     if data == "cifar10":  # 170 MB that are not here: random images of its size instead
         monkeypatch.setattr(CIFAR10Data, "load", _random_images)
         monkeypatch.setattr(CIFAR10Data, "prepare_data", lambda self: None)

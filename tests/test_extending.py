@@ -1,5 +1,6 @@
 """docs/extending.md: its files, commands and protocol as they stand there."""
 
+import json
 import re
 import shlex
 import sys
@@ -38,7 +39,7 @@ def test_commands(command, tmp_path, monkeypatch):
     assert ("task=rows" in words) != (tmp_path / "run" / "per_class.csv").exists()
 
 
-def test_graphs(tmp_path, monkeypatch, capfd):
+def test_tables_of_images_and_graphs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for _, name, code in BLOCKS:
         if name.startswith("write_"):
@@ -49,8 +50,10 @@ def test_graphs(tmp_path, monkeypatch, capfd):
         less = ["callbacks.steps.cost=false", "callbacks.curves=null", "callbacks.nodes=null"]
         quick = ["trainer.max_epochs=1", "logger.tensorboard=null", *less, f"run_dir={number}"]
         assert main([*shlex.split(command)[3:], *quick]) == 0, capfd.readouterr().err
-    assert "cat" in Path("1/per_class.csv").read_text()
-    assert "odd" in Path("2/per_class.csv").read_text()
+    assert "large" in Path("1/per_label.csv").read_text()
+    assert "test/r2" in json.loads(Path("2/results.json").read_text())
+    assert "cat" in Path("4/per_class.csv").read_text()
+    assert "odd" in Path("5/per_class.csv").read_text()
 
 
 def test_the_protocol():

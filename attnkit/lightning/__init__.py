@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.progress import Progress
     from attnkit.lightning.callbacks.pruning import Pruning
     from attnkit.lightning.callbacks.results_file import ResultsFile
+    from attnkit.lightning.callbacks.value_report import ValueReport
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
     from attnkit.lightning.export.export import Export
     from attnkit.lightning.export.program import Program

@@ -1,6 +1,5 @@
 """What is learned, of each node or of each graph alike: a class, several labels or numbers."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from attnkit.lightning import ClassificationModule, UserError
+from attnkit.lightning import ClassificationModule
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
 from attnkit.lightning.modules.values import ValuesModule
 
@@ -101,8 +100,6 @@ class LearnsValues(ValuesModule):
         in_channels: features of a node; data with others is then refused.
     """
 
-    level: str
-    first_columns: tuple[str, ...]
     targets: tuple[str, ...]
 
     def __init__(
@@ -117,11 +114,6 @@ class LearnsValues(ValuesModule):
         class_names: Sequence[str] | None = None,
         in_channels: int | None = None,
     ) -> None:
-        if str(target) == "classes":  # what data are unless they are told
-            raise UserError(
-                f"data.target: expected labels or numbers, which {type(self).__name__} learns, got "
-                f"classes; level={self.level} learns classes"
-            )
         super().__init__(
             model,
             optimizer,
@@ -133,41 +125,6 @@ class LearnsValues(ValuesModule):
         )
         self.in_channels = in_channels
         self.targets = (target,)
-        first = self.first_columns if target == "numbers" else ()
-        counts = Counter([*self.class_names, *first])
-        if twice := [name for name, times in counts.items() if times > 1]:
-            raise ValueError(
-                f"class_names: expected names that differ, also from the columns "
-                f"{' and '.join(self.first_columns)} of predictions.csv, got {twice[0]!r}; rename "
-                "it in the data"
-            )
-
-    def loss(self, outputs: Tensor, truth: Tensor) -> Tensor:
-        """What is minimised of a batch in training, logged; 0 of a batch without known values."""
-        losses = self.losses(outputs, truth)
-        self.log_train_loss(losses)
-        return losses.sum() / max(1, losses.numel())
-
-    def columns(self, outputs: Tensor) -> dict[str, list[Any]]:
-        """`p(<label>)`, the probability of each label, or, of more than 1,000 labels, `labels`,
-        those above 0.5 with their probability; or each number by its name."""
-        outputs = outputs.float()
-        if self.target == "labels":
-            rows, names = outputs.sigmoid().cpu(), self.class_names
-            likely = ((row > 0.5).nonzero().flatten().tolist() for row in rows)
-            return probability_columns(names, rows) or {
-                "labels": [
-                    [(names[place], float(row[place])) for place in places]
-                    for row, places in zip(rows, likely, strict=True)
-                ]
-            }
-        return dict(zip(self.class_names, outputs.T.tolist(), strict=True))
 
     def facts(self) -> dict[str, Any]:
         return {self.target: self.class_names}
-
-    def meaning(self) -> str:
-        """What the outputs of an exported program are."""
-        if self.target == "labels":
-            return "logits of the labels: the logistic function makes probabilities of them"
-        return "numbers, in the units of the data"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from attnkit.tasks.image_classification.describe import describe_batches as describe_batches
     from attnkit.tasks.image_classification.digit_grid import DigitGrid as DigitGrid
     from attnkit.tasks.image_classification.digits import DigitsData as DigitsData
+    from attnkit.tasks.image_classification.image_csv import ImageCsvData as ImageCsvData
     from attnkit.tasks.image_classification.image_folder import ImageFolderData as ImageFolderData
     from attnkit.tasks.image_classification.module import ImageClassification as ImageClassification
     from attnkit.tasks.image_classification.needle_digits import NeedleDigits as NeedleDigits
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from attnkit.tasks.image_classification.planted_shortcut import (
         PlantedShortcut as PlantedShortcut,
     )
+    from attnkit.tasks.image_classification.values import ImageValues as ImageValues
     from attnkit.tasks.images.predict import ImagePaths as ImagePaths
     from attnkit.tasks.images.predict import PredictData as PredictData
     from attnkit.tasks.images.sets import FileImages as FileImages

@@ -30,7 +30,7 @@ from attnkit.tasks.images.sizes import (
     default_patch_size,
     sides,
 )
-from attnkit.tasks.summary import class_lines, image_lines, split_line
+from attnkit.tasks.summary import class_lines, image_lines, outputs_text, split_line, value_lines
 
 AugmentArgument = nn.Module | Mapping[str, Any] | Literal["default"] | None
 
@@ -61,6 +61,8 @@ class ImageDataModule(SplitImages):
         ...         return {"train": MemoryImages(images, labels)}, ["healthy", "infected"]
     """
 
+    target = "classes"
+    """What is learned; of "labels" and "numbers" the sets' labels are float32 [images, outputs]."""
     shuffled: type[PlacedSampler] = PlacedSampler
     least = ": three of a class, at least"
 
@@ -103,11 +105,11 @@ class ImageDataModule(SplitImages):
     def _read(self) -> None:
         self._follow_module()
         given, class_names = self.load()
-        if len(class_names) < 2:
+        if len(class_names) < 2 and self.target == "classes":
             raise UserError(f"data: expected at least two classes, got {class_names}")
         self.sets = self.with_missing_splits(given)
         self.class_names = list(class_names)
-        for split, images in self.sets.items():
+        for split, images in self.sets.items() if self.target == "classes" else ():
             if images.labels.min() < 0 or images.labels.max() >= len(class_names):
                 raise UserError(f"data: {split} has labels outside 0 to {len(class_names) - 1}")
         first = next(iter(self.sets.values()))
@@ -145,11 +147,12 @@ class ImageDataModule(SplitImages):
     def summary(self) -> list[str]:
         """What was found, in a few lines; after `setup`."""
         counts = {split: len(images) for split, images in self.sets.items()}
-        rest = f" in {len(self.class_names)} classes"
+        rest = outputs_text(self.target, len(self.class_names))
         labels = {split: images.labels for split, images in self.sets.items()}
+        lines = class_lines if self.target == "classes" else value_lines
         return [
             split_line("images", counts, rest),
-            *class_lines(labels, self.class_names),
+            *lines(labels, self.class_names),
             *image_lines(self.sets["train"], self),
         ]
 

@@ -1,4 +1,4 @@
-"""The LightningModule of image classification; users subclass it or copy it."""
+"""The LightningModule of image classification, and what it shares with that of values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,9 @@ from torchvision.transforms import v2
 
 from attnkit.core.arguments import at_least, share
 from attnkit.lightning import ClassificationModule
+from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
+from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.protocols import Explained
 from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
@@ -26,7 +28,92 @@ if TYPE_CHECKING:
     from attnkit.lightning.export.program import Program
 
 
-class ImageClassification(NormalizesImages, ClassificationModule):
+class OfImages(NormalizesImages, TaskModule):
+    """What modules that learn something of an image do, whatever it is: they normalise, and say
+    what is explained, predicted and exported.
+
+    It is the first base of a module. The second, `ClassificationModule` or `ValuesModule`, says
+    what is learned.
+    """
+
+    class_names: list[str]
+    outputs_name: str
+    """What the exported program returns."""
+    evaluate: Callable[[str, Tensor, Tensor], None]  # of the second base
+    meaning: Callable[[], str]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """What the model returns of images, uint8, or float from 0 to 1 or normalised by the data
+        module (`normalized_by`): logits [batch, num_classes], or numbers in their units."""
+        return super().forward(self.normalized(images))
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        target = getattr(getattr(self.trainer, "datamodule", None), "target", None)
+        mine = getattr(self, "target", "classes")
+        if target is not None and target != mine:
+            level = "image" if target == "classes" else "image_values"
+            raise UserError(
+                f"data.target={target}: {type(self).__name__} learns {mine}; level={level} learns "
+                f"{target}"
+            )
+
+    def outputs_of(self, images: Tensor, num_outputs: int) -> Tensor:
+        """What `forward` returns, float32; of a batch of files that turned out empty, nothing."""
+        # Not every model takes an empty batch.
+        return self(images).float() if len(images) else self.mean.new_zeros((0, num_outputs))
+
+    def explained(self, batch: Any) -> Explained:
+        """What `attnkit.explain` is given of a batch: this module and images as floats."""
+        images, *rest = batch
+        inputs = self.as_floats(images)
+        pictures = self.as_pictures(inputs)
+        made = Explained(self, inputs, pictures=pictures, class_names=self.class_names)
+        if rest and isinstance(rest[0], Tensor):
+            made.truth = rest[0]
+        elif rest:
+            made.names = list(rest[0])
+        return made
+
+    def programs(self) -> dict[str, "Program"]:
+        """`model`: uint8 images to what `forward` returns, the normalisation inside."""
+        if self.image_size is None:
+            return {}
+        from attnkit.lightning.export.program import Program
+
+        shape = (self.in_channels, *sides(self.image_size))
+        return {
+            "model": Program(
+                self,
+                lambda batch: {"images": torch.randint(0, 256, (batch, *shape), dtype=torch.uint8)},
+                {"images": ("batch", *shape)},
+                (self.outputs_name, ("batch", len(self.class_names))),
+                {"images": PREPARED, self.outputs_name: self.meaning()},
+            )
+        }
+
+    def look(self, images: Tensor) -> None:
+        """Notice that the data module normalises, which files to predict would have to be, too."""
+        if self.normalized_by is not None or not images.is_floating_point():
+            return
+        if images.min() < -0.01 or images.max() > 1.01:
+            self.normalized_by = self.hparams["normalized_by"] = {}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if self.normalized_by is None:
+            self.normalized_by = checkpoint.get("hyper_parameters", {}).get("normalized_by")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, truth = batch
+        self.evaluate("val", self(images), truth)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        images, truth = batch
+        self.evaluate("test", self(images), truth)
+
+
+class ImageClassification(OfImages, ClassificationModule):
     """One label per image: cross-entropy, top-1 and top-5 accuracy, scores per class.
 
     Normalises inside, so that a checkpoint carries its preprocessing. Logged, tested and shown is
@@ -55,6 +142,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         mixup: α of mixup's Beta(α, α) (Zhang et al., 2018); 0: none.
         cutmix: α of CutMix (Yun et al., 2019); 0: none. With both, each batch gets one of them.
     """
+
+    outputs_name = "logits"
 
     def __init__(
         self,
@@ -105,11 +194,6 @@ class ImageClassification(NormalizesImages, ClassificationModule):
 
         return describe_batches(data)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, num_classes] of images, uint8, or float from 0 to 1 or normalised by the
-        data module (`normalized_by`)."""
-        return self.model(self.normalized(images))
-
     @torch.no_grad()
     def classify(self, images: Tensor) -> dict[str, list[Any]]:
         """The classes of images [batch, in_channels, height, width], uint8 or float from 0 to 1.
@@ -119,9 +203,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             (up to five pairs of name and probability, best first), and of up to 1,000 classes
             `p(<class>)`, the probability of each.
         """
-        # A batch of files may turn out empty; not every model takes that.
-        logits = self(images) if len(images) else images.new_zeros((0, self.num_classes)).float()
-        probabilities = logits.float().softmax(dim=1)
+        probabilities = self.outputs_of(images, self.num_classes).softmax(dim=1)
         best = probabilities.topk(min(5, self.num_classes), dim=1)
         top5 = [
             [(self.class_names[number], value) for number, value in zip(*row, strict=True)]
@@ -139,37 +221,12 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         folders = [Path(path).parent.name for path in paths]
         return [name if name in self.class_names else "" for name in folders]
 
-    def explained(self, batch: Any) -> Explained:
-        """What `attnkit.explain` is given of a batch: this module and images as floats."""
-        images, *rest = batch
-        inputs = self.as_floats(images)
-        pictures = self.as_pictures(inputs)
-        made = Explained(self, inputs, pictures=pictures, class_names=self.class_names)
-        if rest and isinstance(rest[0], Tensor):
-            made.truth = rest[0]
-        elif rest:
-            made.names = list(rest[0])
-        return made
-
-    def programs(self) -> dict[str, "Program"]:
-        """`model`: uint8 images to logits, the normalisation inside."""
-        if self.image_size is None:
-            return {}
-        from attnkit.lightning.export.program import Program
-
-        shape = (self.in_channels, *sides(self.image_size))
-        return {
-            "model": Program(
-                self,
-                lambda batch: {"images": torch.randint(0, 256, (batch, *shape), dtype=torch.uint8)},
-                {"images": ("batch", *shape)},
-                ("logits", ("batch", self.num_classes)),
-                {"images": PREPARED, "logits": "softmax makes probabilities of them"},
-            )
-        }
-
     def facts(self) -> dict[str, Any]:
         return {"classes": self.class_names, "preprocessing": self.preprocessing()}
+
+    def meaning(self) -> str:
+        """What the outputs of an exported program are."""
+        return "softmax makes probabilities of them"
 
     def metrics(self) -> dict[str, Metric]:
         metrics = super().metrics()
@@ -181,8 +238,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
-        if batch_idx == 0 and self.normalized_by is None:
-            self._look(images)
+        if batch_idx == 0:
+            self.look(images)
         images = self.normalized(images)
         if self.mix is not None:
             images, labels = self.mix(images, labels)
@@ -195,16 +252,6 @@ class ImageClassification(NormalizesImages, ClassificationModule):
                 plain = functional.cross_entropy(logits.float(), labels, reduction="none")
         self.log_train_loss(losses, plain)
         return losses.mean()
-
-    def _look(self, images: Tensor) -> None:
-        """Notice that the data module normalises, which files to predict would have to be, too."""
-        if images.is_floating_point() and (images.min() < -0.01 or images.max() > 1.01):
-            self.normalized_by = self.hparams["normalized_by"] = {}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        if self.normalized_by is None:
-            self.normalized_by = checkpoint.get("hyper_parameters", {}).get("normalized_by")
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of each sample that training minimises the mean of.
@@ -220,14 +267,6 @@ class ImageClassification(NormalizesImages, ClassificationModule):
             label_smoothing=self.label_smoothing,
             reduction="none",
         )
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        images, labels = batch
-        self.evaluate("val", self(images), labels)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        images, labels = batch
-        self.evaluate("test", self(images), labels)
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, list[Any]]:
         """Predictions of a batch, one list entry per image.

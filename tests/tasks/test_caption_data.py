@@ -281,7 +281,7 @@ def test_what_is_wrong_with_a_table(root, line, content, message):
     ("row", "message"),
     [
         ("00.png", "expected 2 columns, got 1; a row is one line"),
-        ("00.png,a dog, a cat", "expected 2 columns, got 3; a caption that holds ',' belongs in"),
+        ("00.png,a dog, a cat", "expected 2 columns, got 3; a value that holds ',' belongs in"),
     ],
 )
 def test_a_broken_row_is_named_and_several_are_refused(root, row, message, capfd):

@@ -116,7 +116,8 @@ def test_known_values_of_the_stages_nodes_count(tmp_path, target, batch_size):
     data = Random(target=target, batch_size=batch_size, num_neighbors=[-1, -1])
     module = module_of(data, target)
     if target == "numbers":  # as after a training
-        module.mean, module.deviation = torch.full((3,), 50.0), torch.tensor([9.0, 8.0, 7.0])
+        module.target_mean = torch.full((3,), 50.0)
+        module.target_deviation = torch.tensor([9.0, 8.0, 7.0])
     found = quiet(tmp_path).test(module, datamodule=data, verbose=False)[0]
     graph, mask = data.graph, data.graph.test_mask
     with torch.no_grad():
@@ -134,9 +135,9 @@ def test_known_values_of_the_stages_nodes_count(tmp_path, target, batch_size):
         ]
         assert found["test/auroc"] == pytest.approx(np.mean(areas), rel=1e-5)
     else:
-        outputs = plain * module.deviation + module.mean
+        outputs = plain * module.target_deviation + module.target_mean
         errors = (outputs - y).abs()
-        loss = (errors / module.deviation)[known].mean()
+        loss = (errors / module.target_deviation)[known].mean()
         assert found["test/mae"] == pytest.approx(float(errors[known].mean()), rel=1e-5)
     assert found["test/loss"] == pytest.approx(float(loss), rel=1e-5)
 
@@ -150,12 +151,12 @@ def test_numbers_are_learned_and_predicted_in_the_units_of_the_data(tmp_path):
     y = data.train_labels
     for column in range(3):
         known = y[~y[:, column].isnan(), column]
-        torch.testing.assert_close(module.mean[column], known.mean())
-        torch.testing.assert_close(module.deviation[column], known.std(unbiased=False))
+        torch.testing.assert_close(module.target_mean[column], known.mean())
+        torch.testing.assert_close(module.target_deviation[column], known.std(unbiased=False))
     (rows,) = quiet(tmp_path).predict(module, datamodule=data)
     with torch.no_grad():
         plain = module.model.eval()(data.graph.x, data.graph.edge_index)
-    expected = (plain * module.deviation + module.mean)[:, 1]
+    expected = (plain * module.target_deviation + module.target_mean)[:, 1]
     assert list(rows) == ["node", "a", "b", "c"]
     torch.testing.assert_close(torch.tensor(rows["b"]), expected)
 
@@ -221,8 +222,8 @@ def test_each_label_or_number_of_a_node_is_explained(tmp_path, target):
     data.setup("fit")
     module = module_of(data, target).eval()
     if target == "numbers":
-        module.mean.fill_(50.0)
-        module.deviation.fill_(9.0)
+        module.target_mean.fill_(50.0)
+        module.target_deviation.fill_(9.0)
     given = module.explained(data.graph)
     outputs = module(data.graph.x, data.graph.edge_index)[7, 2].detach()
     seen = attnkit.explain(given.model, given.inputs, 2, index=7, of=given.of)

@@ -47,6 +47,7 @@ from attnkit.launch.config._hydra import (
     told,
 )
 from attnkit.launch.config.groups import CONFIG_NAME, folders, groups
+from attnkit.launch.config.schema import LEVELS
 from attnkit.launch.config.sources import Origins, Source, short
 from attnkit.lightning.errors import UserError
 
@@ -132,6 +133,10 @@ class Composer:
             path = f"task/{OmegaConf.select(config, 'hydra.runtime.choices.task')}.yaml"
             first = "a task's file begins with the line '# @package _global_' and names its task"
             raise UserError(f"{self._broken_file() or path}: {first}")
+        task, level = written["task"], written.get("level")
+        levels = LEVELS.get(task, ())
+        if levels and level not in levels and level in sum(LEVELS.values(), ()):
+            raise UserError(f"level={level}: task={task} has {' and '.join(levels)}")
         if OmegaConf.select(config, "experiment") is not None:
             path = f"experiment/{OmegaConf.select(config, 'hydra.runtime.choices.experiment')}.yaml"
             raise UserError(
@@ -172,10 +177,9 @@ class Composer:
                 raise
             if group == "level":
                 typed = next(text for text in texts if _key(text) == group)
-                levels = ", ".join(self.groups[group])
                 raise UserError(
                     f"{typed}: the task has no levels; leave it out, or take a task that has, such "
-                    f"as task=graph with {levels}"
+                    f"as task=graph with {', '.join(LEVELS['graph'])}"
                 ) from error
             # the task has no choice in this group yet
             return self._of_files([f"+{t}" if _key(t) == group else t for t in texts])

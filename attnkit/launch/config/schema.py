@@ -116,6 +116,12 @@ OBJECTS = (
     "export", "explain", "optimizer", "scheduler", "finetune",
 )  # fmt: skip
 
+# What the tasks of this package learn, by `level`: those of one are not those of another.
+LEVELS = {
+    "graph": ("node", "node_values", "link", "graph", "graph_values"),
+    **dict.fromkeys(("vit", "spatial", "channel"), ("image", "image_values")),
+}
+
 # Keys that are looked for in the wrong place, and what to write instead.
 INSTEAD = {
     "layer_decay": "finetune.layer_decay",

@@ -172,7 +172,7 @@ def chosen(
     labels = getattr(dataset, "labels", None)
     count = min(num_images, len(dataset))
     rows, how = list(range(count)), "the first ones"
-    if not images and labels is not None:
+    if not images and labels is not None and labels.ndim == 1:  # not several of an image
         rows, how = by_turns(labels.tolist(), count), "taken from each class in turn"
     some = DataLoader(Subset(dataset, rows), batch_size=count, collate_fn=loader.collate_fn)
     batch = data.on_after_batch_transfer(next(iter(some)), 0)

@@ -62,17 +62,17 @@ def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
     return scores
 
 
-def show_class_scores(scores: Sequence[ClassScore]) -> None:
+def show_class_scores(scores: Sequence[ClassScore], kind: str = "class") -> None:
     """A table on screen and in run.log; of many classes, those with the lowest F1 of all that have
     samples."""
     shown = list(scores)
-    title = "test, per class"
+    title = f"test, per {kind}"
     if len(scores) > _MAX_SHOWN:
         worst = sorted(scores, key=lambda s: (not s.support, -1.0 if s.f1 is None else s.f1))
         shown = worst[:_MAX_SHOWN]
         title += f": the {_MAX_SHOWN} of {len(scores)} with the lowest F1"
     table = Table(title=title)
-    table.add_column("class")
+    table.add_column(kind)
     for column in ClassScore._fields[1:]:
         table.add_column(column, justify="right")
     for score in shown:

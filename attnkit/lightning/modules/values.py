@@ -1,5 +1,6 @@
 """What tasks that give each sample several labels, or numbers, have in common."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -14,7 +15,7 @@ from torchmetrics.functional.classification import binary_auroc, binary_average_
 from attnkit.core.arguments import at_least, choice
 from attnkit.lightning import _private as private
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.classification import mean_of_losses
+from attnkit.lightning.modules.classification import mean_of_losses, probability_columns
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.monitors import (
     check_directions,
@@ -44,8 +45,12 @@ class ValuesModule(TaskModule):
         class_names: of these, for tables; "0", "1", … unless given.
     """
 
-    mean: Tensor
-    deviation: Tensor
+    level: str
+    """Which `level` learns classes instead."""
+    first_columns: tuple[str, ...]
+    """Of predictions.csv, before those of what is learned."""
+    target_mean: Tensor
+    target_deviation: Tensor
 
     def __init__(
         self,
@@ -58,6 +63,11 @@ class ValuesModule(TaskModule):
         num_outputs: int,
         class_names: Sequence[str] | None = None,
     ) -> None:
+        if target is None or str(target) == "classes":  # what data are unless they are told
+            raise UserError(
+                f"data.target: expected labels or numbers, which {type(self).__name__} learns, got "
+                f"classes; level={self.level} learns classes"
+            )
         super().__init__(model, optimizer, scheduler, finetune)
         choice(("labels", "numbers"), target=target)
         at_least(1, num_outputs=num_outputs)
@@ -68,9 +78,17 @@ class ValuesModule(TaskModule):
         self.target = target
         self.num_outputs = num_outputs
         self.class_names = list(class_names or map(str, range(num_outputs)))
+        first = getattr(self, "first_columns", ()) if target == "numbers" else ()
+        counts = Counter([*self.class_names, *first])
+        if twice := [name for name, times in counts.items() if times > 1]:
+            raise ValueError(
+                "class_names: expected names that differ, also from the columns "
+                f"{' and '.join(self.first_columns)} of predictions.csv, got {twice[0]!r}; rename "
+                "it in the data"
+            )
         if target == "numbers":  # of the training data, so that a checkpoint predicts in its units
-            self.register_buffer("mean", torch.zeros(num_outputs))
-            self.register_buffer("deviation", torch.ones(num_outputs))
+            self.register_buffer("target_mean", torch.zeros(num_outputs))
+            self.register_buffer("target_deviation", torch.ones(num_outputs))
         self.train_loss = mean_of_losses()
         self.val_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
         self.test_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
@@ -98,7 +116,36 @@ class ValuesModule(TaskModule):
 
     def in_units(self, outputs: Tensor) -> Tensor:
         """What the model returns, as `forward` does: numbers in the units of the data."""
-        return outputs if self.target == "labels" else outputs * self.deviation + self.mean
+        if self.target == "labels":
+            return outputs
+        return outputs * self.target_deviation + self.target_mean
+
+    def loss(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        """What is minimised of a batch in training, logged; 0 of a batch without known values."""
+        losses = self.losses(outputs, truth)
+        self.log_train_loss(losses)
+        return losses.sum() / max(1, losses.numel())
+
+    def columns(self, outputs: Tensor) -> dict[str, list[Any]]:
+        """`p(<label>)`, the probability of each label, or, of more than 1,000 labels, `labels`,
+        those above 0.5 with their probability; or each number by its name."""
+        outputs = outputs.float()
+        if self.target == "labels":
+            rows, names = outputs.sigmoid().cpu(), self.class_names
+            likely = ((row > 0.5).nonzero().flatten().tolist() for row in rows)
+            return probability_columns(names, rows) or {
+                "labels": [
+                    [(names[place], float(row[place])) for place in places]
+                    for row, places in zip(rows, likely, strict=True)
+                ]
+            }
+        return dict(zip(self.class_names, outputs.T.tolist(), strict=True))
+
+    def meaning(self) -> str:
+        """What the outputs of an exported program are."""
+        if self.target == "labels":
+            return "logits of the labels: the logistic function makes probabilities of them"
+        return "numbers, in the units of the data"
 
     def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
         """The loss of each known value, [values], of outputs and truth [samples, num_outputs]."""
@@ -107,7 +154,7 @@ class ValuesModule(TaskModule):
         if self.target == "labels":
             found = functional.binary_cross_entropy_with_logits(outputs, truth, reduction="none")
         else:
-            found = (outputs - truth).abs() / self.deviation
+            found = (outputs - truth).abs() / self.target_deviation
         return found[known]
 
     def log_train_loss(self, losses: Tensor) -> None:
@@ -150,11 +197,11 @@ class ValuesModule(TaskModule):
         truth = getattr(getattr(self.trainer, "datamodule", None), "train_labels", None)
         if self.target == "labels" or truth is None:
             return
-        truth = truth.to(self.mean)
+        truth = truth.to(self.target_mean)
         mean = truth.nanmean(dim=0)
         deviation = (truth - mean).square().nanmean(dim=0).sqrt()
-        self.mean.copy_(mean)
-        self.deviation.copy_(torch.where(deviation > 0, deviation, 1.0))
+        self.target_mean.copy_(mean)
+        self.target_deviation.copy_(torch.where(deviation > 0, deviation, 1.0))
 
 
 def _is_right(outputs: Tensor, truth: Tensor, reduction: str) -> Tensor:
@@ -221,21 +268,15 @@ class MicroF1(Metric):
         return 2 * self.right / self.counted.clamp(min=1)
 
 
-class MeanOverLabels(Metric):
-    """The mean of a score over those labels that have samples of 0 and of 1; NaN if none has.
-
-    Args:
-        score: of logits [samples] and labels [samples], such as torchmetrics' `binary_auroc`.
-    """
+class AllValues(Metric):
+    """All outputs and truths of a stage, [samples, num_outputs] each, in the order of the ranks."""
 
     full_state_update = False
-    higher_is_better = True
     outputs: list[Tensor]
     truth: list[Tensor]
 
-    def __init__(self, score: Callable[..., Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.score = score
         self.add_state("outputs", [], dist_reduce_fx="cat")
         self.add_state("truth", [], dist_reduce_fx="cat")
 
@@ -243,20 +284,37 @@ class MeanOverLabels(Metric):
         self.outputs.append(outputs.detach())
         self.truth.append(truth)
 
-    def compute(self) -> Tensor:
-        outputs, truth = (
+    def compute(self) -> Any:
+        return tuple(
             torch.cat(part) if isinstance(part, list) else part
             for part in (self.outputs, self.truth)
         )
+
+
+class MeanOverLabels(AllValues):
+    """The mean of a score over those labels that have samples of 0 and of 1; NaN if none has.
+
+    Args:
+        score: of logits [samples] and labels [samples], such as torchmetrics' `binary_auroc`.
+    """
+
+    higher_is_better = True
+
+    def __init__(self, score: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.score = score
+
+    def compute(self) -> Tensor:
+        outputs, truth = super().compute()
         scores = []
         for given, right in zip(outputs.T, truth.T, strict=True):
             labels = right[~right.isnan()].long()
             if len(labels.unique()) == 2:
-                scores.append(self.score(_ranks(given[~right.isnan()]), labels))
+                scores.append(self.score(ranks_of(given[~right.isnan()]), labels))
         return torch.stack(scores).mean() if scores else outputs.new_tensor(torch.nan)
 
 
-def _ranks(outputs: Tensor) -> Tensor:
+def ranks_of(outputs: Tensor) -> Tensor:
     """From 0 to 1, in the order of the outputs: torchmetrics takes a sigmoid of what goes beyond 1,
     in which large outputs are equal."""
     ranks = outputs.unique(return_inverse=True)[1].double()

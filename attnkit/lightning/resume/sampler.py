@@ -144,6 +144,42 @@ def stratified_split(labels: Tensor, fractions: Sequence[float], seed: int) -> l
     return [torch.cat(part).sort().values for part in parts]
 
 
+def grouped_split(
+    groups: Tensor, strata: Tensor, fractions: Sequence[float], seed: int
+) -> list[Tensor]:
+    """Numbers of what stays, then of each part taken: about that fraction of every stratum, where
+    no group is in two parts.
+
+    The groups go one by one, the largest first and equal ones in an order drawn by the seed, to the
+    part that lacks most of what they hold. Every part gets a group if there are as many.
+
+    Args:
+        groups: int64 [samples]: which samples stay together.
+        strata: [samples, strata], what is to be shared out evenly, such as classes, one-hot.
+    """
+    names, whose = groups.unique(return_inverse=True)
+    held = torch.zeros(len(names), strata.shape[1], dtype=torch.float64)
+    held.index_add_(0, whose, strata.double())
+    held = held[:, held.sum(dim=0) > 0]
+    shares = torch.tensor([1 - sum(fractions), *fractions], dtype=torch.float64)
+    held = held / held.sum(dim=0)  # of rare strata as much as of others
+    have = torch.zeros(len(shares), held.shape[1], dtype=torch.float64)
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
+    order = order[held[order].sum(dim=1).argsort(descending=True, stable=True)]
+    part_of = torch.zeros(len(names), dtype=torch.int64)
+    for group in order.tolist():
+        one = held[group]
+        part = int((one * (2 * have + one) / shares[:, None]).sum(dim=1).argmin())
+        have[part] += one
+        part_of[group] = part
+    for part in range(len(shares)):
+        if not (part_of == part).any():
+            counts = part_of.bincount(minlength=len(shares))
+            rich = [group for group in order.tolist() if counts[part_of[group]] > 1]
+            part_of[rich[-1:]] = part
+    return [(part_of[whose] == part).nonzero().flatten() for part in range(len(shares))]
+
+
 def as_it_is(batch: Any) -> Any:
     """The `collate_fn` of sets that are fetched by the batch."""
     return batch

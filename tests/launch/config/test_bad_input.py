@@ -23,7 +23,9 @@ SHIPPED = [
     # choices, groups and keys
     ("model=vit_tinny", "model has no choice 'vit_tinny'; did you mean vit_tiny?"),
     ("task=vitt", "task has no choice 'vitt'; did you mean vit?"),
-    ("task=vit level=graph", "level=graph: the task has no levels; leave it out, or take a task"),
+    ("task=captioning level=graph", "level=graph: the task has no levels; leave it out, or take"),
+    ("task=vit level=graph", "level=graph: task=vit has image and image_values"),
+    ("task=graph level=image", "level=image: task=graph has node and node_values and link and"),
     ("task=graph level=grph", "level=grph: level has no choice 'grph'; did you mean graph?"),
     ("modle=vit", "modle: attnkit has no such key; did you mean mod"),
     ("experimnt=x", "experimnt: attnkit has no such key; did you mean experiment?"),

@@ -1,0 +1,361 @@
+"""Data of image files that a table lists, with what is to be learned of each."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from attnkit.core.arguments import at_least, choice, existing
+from attnkit.lightning.errors import UserError
+from attnkit.lightning.resume.sampler import grouped_split, stratified_split
+from attnkit.tasks.image_classification.augment import Augment, shipped_augment
+from attnkit.tasks.image_classification.data import ImageDataModule
+from attnkit.tasks.images.data import module_of
+from attnkit.tasks.images.folder import MAX_NAMED, SPELLINGS, Files, say_once, shortened
+from attnkit.tasks.images.scan import read_splits
+from attnkit.tasks.images.sets import ImageSet
+from attnkit.tasks.images.table import Table, split_in
+
+# What columns are called that nobody named, in small or capital letters.
+_PATH = ("path", "file", "filename", "image", "filepath", "file_name", "image_path", "img")
+_LABEL = ("label", "class", "target", "labels", "classes", "targets")
+_SPLIT = ("split", "subset", "set")
+_GROUP = ("group", "group_id", "patient", "patient_id", "subject", "scene")
+_ANSWERS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+_UNKNOWN = ("", "nan")
+_BINS = 10  # of a number, that are shared out evenly between the splits
+
+
+class _Row(NamedTuple):
+    """An image of the table: its place there, file, split, group and what is to be learned."""
+
+    where: str
+    path: str
+    split: str
+    group: str
+    truth: tuple[Any, ...]  # the class; the labels; or a number or 0, 1 or NaN for each column
+
+
+class ImageCsvData(ImageDataModule):
+    """Images that a table lists: a path and a label a row, and if given a split and a group.
+
+    The table is a text file in UTF-8 with a header and a row per line, with commas, semicolons or
+    tabs between the columns. `target` says what is learned:
+
+    - "classes": one class of each image, whatever its column holds;
+    - "labels": several of each, for `ImageValues`: names between `separator`s in one column, where
+      an empty cell is no label at all; or several columns of 0 and 1, where an empty cell is
+      unknown and does not count;
+    - "numbers": a number of each image, or one of each of several columns, for `ImageValues`.
+
+    Splits that no column gives are taken from train: of each class, label or tenth of the numbers
+    about the same fraction, where a group, and equal files, are never on both sides.
+
+    Everything else, such as decoding, `memory_gb` and crops, is as in `ImageFolderData`.
+
+    Args:
+        table: the file.
+        images: the folder that paths start from; None: that of the table.
+        target: "classes", "labels" or "numbers".
+        path_column: name of the column of files; None: path, file, filename, image or the like.
+        label_column: of what is learned, or several names; None: label, class, target or the like,
+            else the one column that is left, or of labels all of 0 and 1 that are left.
+        split_column: of train, val or test, in any of their usual spellings; None: split, subset or
+            set, if there is one; "": none.
+        group_column: of what has to stay together; None: group, patient, subject or scene, if there
+            is one; "": none.
+        separator: what is between several labels of an image.
+        delimiter: what is between the columns; None: the one that the header has most of.
+        skip_corrupt: leave out rows that are wrong, and files that cannot be decoded. Else a wrong
+            row is an error, and of files see `ImageFolderData`.
+        memory_gb: see `ImageFolderData`.
+        **options: those of `ImageDataModule`; `sampling` is of classes alone.
+
+    Raises:
+        ValueError: the table or the folder is not there, or an argument is out of range.
+        UserError: in `setup`, if a column is missing, rows are wrong, or a group is in several of
+            the given splits: what is tested would be known from the training.
+    """
+
+    def __init__(
+        self,
+        table: str | Path,
+        images: str | Path | None = None,
+        *,
+        target: Literal["classes", "labels", "numbers"] = "classes",
+        path_column: str | None = None,
+        label_column: str | Sequence[str] | None = None,
+        split_column: str | None = None,
+        group_column: str | None = None,
+        separator: str = "|",
+        delimiter: str | None = None,
+        skip_corrupt: bool = False,
+        memory_gb: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        at_least(0, memory_gb=memory_gb)
+        choice(("classes", "labels", "numbers"), target=target)
+        if self.sampling is not None and target != "classes":
+            raise ValueError(f"sampling: expected null with target={target}, got {self.sampling!r}")
+        if not separator:
+            raise ValueError("separator: expected what is between two labels, got ''")
+        file = existing("table", table, folder=False)
+        self.table = Table(file, delimiter)
+        self.folder = file.parent if images is None else existing("images", images, folder=True)
+        self.target = target
+        self.path_column = path_column
+        self.label_column = label_column
+        self.split_column = split_column
+        self.group_column = group_column
+        self.separator = separator
+        self.skip_corrupt = skip_corrupt
+        self.memory_gb = memory_gb
+
+    def default_augment(self) -> Augment:
+        return shipped_augment("image_csv")
+
+    def describe(self) -> dict[str, Any]:
+        facts = super().describe()
+        if self.target == "classes":
+            return facts
+        return {**facts, "target": self.target, "num_outputs": facts["num_classes"]}
+
+    def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
+        known = module_of(self).hparams.get("class_names") if self.testing else None
+        rows, problems, columns = self._rows()
+        learned = {n for row in rows if row.split == "train" or self.target != "classes"
+                   for n in row.truth}  # fmt: skip
+        names = list(known or columns or sorted(learned, key=_in_order))
+        if not columns:
+            whose = "train" if known is None else "the module"
+            for row in rows:
+                if unknown := [name for name in row.truth if name not in names]:
+                    problems.append(f"{row.where}: {whose} has no label {unknown[0]!r}")
+            rows = [row for row in rows if set(row.truth) <= set(names)]
+        elif known and list(known) != columns:
+            raise UserError(
+                "data.label_column: expected the columns of the training, "
+                f"{', '.join(known)[:80]}, "
+                f"got {', '.join(columns)[:80]}"
+            )
+        self._report(problems, len(rows) + len(problems))
+        self._check_groups(rows)
+        splits = {split: [row for row in rows if row.split == split] for split in SPELLINGS}
+        splits = {split: found for split, found in splits.items() if found}
+        if self.testing and "test" in splits:
+            splits = {"test": splits["test"]}
+        if not splits or ("train" not in splits and not self.testing):
+            raise UserError(f"data.table: no train images, only {', '.join(splits) or 'nothing'}")
+        codes = {truth: code for code, truth in enumerate(dict.fromkeys(r.truth for r in rows))}
+        if self.target == "classes":
+            codes = {(name,): code for code, name in enumerate(names)}
+        files = {
+            split: Files([row.path for row in found], [codes[row.truth] for row in found])
+            for split, found in splits.items()
+        }
+        groups = {group: code for code, group in enumerate(dict.fromkeys(r.group for r in rows))}
+        sets = {}
+        for split, (images, good) in read_splits(
+            self, files, self.in_channels, self.crop_min_area
+        ).items():
+            if self.target != "classes":
+                images.labels = torch.tensor(
+                    [self._values(row.truth, names, columns) for row in splits[split]]
+                )
+            sets[split] = images.select(good)
+            of_rows = torch.tensor([groups[row.group] for row in splits[split]])
+            sets[split].groups = None if "" in groups else of_rows[good]  # type: ignore[attr-defined]
+        if self.target == "classes" and known is None:
+            left = set(sets["train"].labels.tolist())
+            if empty := [name for label, name in enumerate(names) if label not in left]:
+                raise UserError(
+                    f"data.table: no image can be decoded in train of {', '.join(empty[:5])}"
+                )
+        return sets, names
+
+    def _values(self, truth: tuple[Any, ...], names: list[str], columns: list[str]) -> list[float]:
+        return list(truth) if columns else [float(name in truth) for name in names]
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _rows(self) -> tuple[list[_Row], list[str], list[str]]:
+        """The rows, what is wrong with others, and the columns of numbers or of 0 and 1."""
+        path_at = self._column("path", _PATH)
+        if path_at is None:
+            raise self._none_called("path", _PATH)
+        split_at, group_at = self._column("split", _SPLIT), self._column("group", _GROUP)
+        lines = list(self.table.rows())
+        at = self._label_places([path_at, split_at, group_at], lines)
+        named = [self.table.header[place].strip() for place in at]
+        columns = named if self.target == "numbers" or len(at) > 1 else []
+        found: dict[str, _Row] = {}
+        problems = []
+        for where, line in lines:
+            try:
+                fields = [field.strip() for field in self.table.fields(where, line)]
+                if wrong := fields and self.table.wrong_count(where, fields):
+                    raise UserError(wrong)
+                if not fields:
+                    continue
+                split = "train" if split_at is None else split_in(fields[split_at], where)
+                path = os.path.normpath(self.folder / fields[path_at])
+                if not fields[path_at]:
+                    raise UserError(f"{where}: no {self.table.header[path_at].strip()}")
+                if not os.path.isfile(path):
+                    raise UserError(f"{where}: no such image: {path}")
+                truth = self._truth([fields[place] for place in at], named, where)
+                group = "" if group_at is None else fields[group_at] or path
+                row = _Row(where, path, split, group, truth)
+                first = found.setdefault(path, row)
+                if repr(first[2:]) != repr(row[2:]):  # NaN is NaN
+                    raise UserError(
+                        f"{where}: {path} has another label, split or group in "
+                        f"{first.where.rpartition(', ')[2]}"
+                    )
+            except UserError as error:
+                problems.append(str(error).removeprefix("data: "))
+        return list(found.values()), problems, columns
+
+    def _truth(self, cells: Sequence[str], named: Sequence[str], where: str) -> tuple[Any, ...]:
+        """What is to be learned of a row, from the cells of its columns."""
+        if self.target == "classes":
+            if not cells[0]:
+                raise UserError(f"{where}: no {named[0]}")
+            return (cells[0],)
+        if self.target == "labels" and len(cells) == 1:
+            names = (name.strip() for name in cells[0].split(self.separator))
+            return tuple(sorted({name for name in names if name}))
+        found = []
+        for cell, name in zip(cells, named, strict=True):
+            value: float | None = None
+            if self.target == "labels":
+                value = math.nan if cell.lower() in _UNKNOWN else _ANSWERS.get(cell.lower())
+            else:
+                with suppress(ValueError):
+                    value = float(cell) if math.isfinite(float(cell)) else None
+            if value is None:
+                expected = "0 or 1" if self.target == "labels" else "a number"
+                raise UserError(f"{where}: expected {expected} in {name}, got {cell!r:.40}")
+            found.append(value)
+        return tuple(found)
+
+    def _column(self, kind: str, guesses: Sequence[str]) -> int | None:
+        """The column that was named, or one that is called as such columns are."""
+        asked = getattr(self, f"{kind}_column")
+        if asked is None:
+            return self.table.guessed(guesses)
+        return self.table.place(asked) if asked else None
+
+    def _label_places(
+        self, others: Sequence[int | None], lines: Sequence[tuple[str, str]]
+    ) -> list[int]:
+        asked = self.label_column
+        if isinstance(asked, str):
+            return [self.table.place(asked)]
+        if asked:
+            if self.target == "classes" and len(asked) > 1:
+                raise UserError(
+                    "data.label_column: several columns hold labels or numbers; level=image_values "
+                    "data.target=labels learns them"
+                )
+            return [self.table.place(name) for name in asked]
+        if (place := self.table.guessed(_LABEL)) is not None:
+            return [place]
+        left = [place for place in range(len(self.table.header)) if place not in others]
+        if len(left) > 1 and self.target == "labels" and lines:
+            first = self.table.fields(*lines[0])
+            known = (*_ANSWERS, *_UNKNOWN)
+            left = [n for n in left if n < len(first) and first[n].strip().lower() in known]
+            if len(left) > 1:
+                return left
+        if len(left) != 1:
+            raise self._none_called("label", _LABEL)
+        return left
+
+    def _none_called(self, kind: str, guesses: Sequence[str]) -> UserError:
+        return UserError(
+            f"data.{kind}_column: {self.table.path} has no column called {', '.join(guesses[:3])}, "
+            f"only {', '.join(shortened(self.table.header, 8)) or 'an empty header'}\n"
+            f"name it: data.{kind}_column=NAME"
+        )
+
+    def _report(self, problems: list[str], count: int) -> None:
+        """Name the rows that are wrong; UserError unless they are to be left out."""
+        for line in shortened(problems, MAX_NAMED):
+            say_once(f"{'left out' if self.skip_corrupt else 'wrong'}: {line}")
+        if problems and not self.skip_corrupt:
+            rows = "1 row is wrong" if len(problems) == 1 else f"{len(problems)} rows are wrong"
+            raise UserError(
+                f"data.table: {rows} of {count:,}, such as\n{problems[0]}\n"
+                "data.skip_corrupt=true leaves them out"
+            )
+
+    # --- splits -----------------------------------------------------------------------------------
+
+    def _check_groups(self, rows: Sequence[_Row]) -> None:
+        splits: dict[str, set[str]] = {}
+        for row in rows:
+            splits.setdefault(row.group, set()).add(row.split)
+        if wrong := [name for name, found in splits.items() if name and len(found) > 1]:
+            named = [f"{name} ({', '.join(sorted(splits[name]))})" for name in wrong]
+            raise UserError(
+                f"data.group_column: {len(wrong)} of {len(splits)} groups are in several splits: "
+                f"{', '.join(shortened(named, 3))}\n"
+                "a test would be of what was trained on; correct the column of splits, or leave it "
+                "out with data.split_column=\"''\", or the groups with data.group_column=\"''\""
+            )
+
+    def split_rows(self, train: ImageSet, fractions: Sequence[float]) -> list[Tensor]:
+        """About these fractions of every class, label or tenth of the numbers, in whole groups."""
+        return self._split_whole(train, fractions)
+
+    def _split_whole(self, train: ImageSet, fractions: Sequence[float]) -> list[Tensor]:
+        """Files that are equal, and those of a group, are on one side."""
+        strata = self._strata(train.labels)
+        groups: Tensor | None = getattr(train, "groups", None)
+        equal = torch.tensor(self.first_of_equal)
+        if len(equal) != len(train):
+            equal = torch.arange(len(train))
+        if groups is None and strata.ndim == 1 and len(equal.unique()) == len(train):
+            return stratified_split(strata, fractions, self.seed)
+        if strata.ndim == 1:
+            strata = one_hot(strata)
+        return grouped_split(_joined(groups, equal), strata, fractions, self.seed)
+
+    def _strata(self, labels: Tensor) -> Tensor:
+        """What is shared out evenly: a class of each image, or which labels it has."""
+        if self.target == "classes":
+            return labels
+        if self.target == "numbers":  # by the first
+            return labels[:, 0].argsort().argsort() * _BINS // max(1, len(labels))
+        has = labels == 1
+        return torch.cat([has, ~has.any(dim=1, keepdim=True)], dim=1)
+
+
+def _joined(groups: Tensor | None, equal: Tensor) -> Tensor:
+    """Groups of which those are one that share a file with equal bytes."""
+    found = equal if groups is None else groups
+    while groups is not None:
+        least = torch.full_like(equal, len(groups)).scatter_reduce(0, equal, found, "amin")
+        through_files = least[equal]
+        lowest = torch.full_like(equal, len(groups)).scatter_reduce(
+            0, groups, through_files, "amin"
+        )
+        after = lowest[groups]
+        if torch.equal(after, found):
+            break
+        found = after
+    return found
+
+
+def _in_order(name: str) -> tuple[bool, int, str]:
+    """Whole numbers by their size, before names by their letters."""
+    is_number = name.isascii() and name.isdigit()
+    return not is_number, int(name) if is_number else 0, name
