@@ -55,7 +55,7 @@ class Distillation(Callback):
 
     def __init__(
         self,
-        teacher: str | Path | nn.Module,
+        teacher: str | nn.Module,
         *,
         temperature: float = 4.0,
         weight: float = 0.5,
@@ -96,7 +96,7 @@ class Distillation(Callback):
         self._watch("images", pl_module.model)
         if self.features:
             for name, network in (("student", pl_module.model), ("teacher", self._teacher)):
-                self._watch(name, network.get_submodule(head_of(network)[-1]))
+                self._watch(name, _head(network))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._kept:
@@ -172,47 +172,55 @@ def distances(student: Tensor, teacher: Tensor) -> Tensor:
     return (similarities(student) - similarities(teacher)).square().sum(dim=1)
 
 
+def _head(network: nn.Module) -> nn.Module:
+    if not (names := head_of(network)):
+        raise UserError(
+            f"distill.features: expected networks with a last layer called head, fc or classifier, "
+            f"got {type(network).__name__}"
+        )
+    return network.get_submodule(names[-1])
+
+
 def _teacher(given: Any, module: Any, by_logits: bool) -> tuple[nn.Module, dict[str, Any]]:
     """The network of a teacher, and its in_channels, image_size, mean and std."""
     if isinstance(given, nn.Module):
         channels = module.in_channels
         plain = {"mean": [0.0] * channels, "std": [1.0] * channels}
         return given, {"in_channels": channels, "image_size": None, **plain}
-    names: list[str] | None = None
     try:
         if Path(given).is_file():
             teacher = type(module).load_from_checkpoint(given, map_location="cpu")
             teacher.check_prepares()
-            network, facts, names = teacher.model, teacher.preprocessing(), teacher.class_names
-            count = teacher.num_classes
-        else:
-            from attnkit.models.backbones import timm_backbone
-            from attnkit.models.preprocessing import expected_images
-            from attnkit.models.weights import check_name
+            if by_logits:
+                _check_classes(given, module.class_names, teacher.class_names)
+            return teacher.model, teacher.preprocessing()
+        from attnkit.models.backbones import timm_backbone
+        from attnkit.models.preprocessing import expected_images
+        from attnkit.models.weights import check_name
 
-            node = {"_target_": "attnkit.models.timm_backbone", "name": given, "pretrained": True}
-            facts = expected_images(node)
-            count = check_name(given)["num_classes"]
-            network = timm_backbone(given, facts["in_channels"], count, pretrained=True)
+        count = check_name(given).get("num_classes")
+        if by_logits:
+            _check_classes(given, module.num_classes, count)
+        node = {"_target_": "attnkit.models.timm_backbone", "name": given, "pretrained": True}
+        facts = expected_images(node)
+        return timm_backbone(given, facts["in_channels"], count, pretrained=True), facts
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        kinds = "a run folder, a checkpoint of this task or a name of timm"
-        raise UserError(
-            f"distill.teacher: expected {kinds}, got {given}: {first_line(error)}"
-        ) from error
-    classes = [module.class_names, names] if names else [module.num_classes, count]
-    if by_logits and classes[0] != classes[1]:
-        raise UserError(
-            f"distill.teacher: expected the classes of the data, {_short(classes[0])}, got "
-            f"{_short(classes[1])} of {given}\n"
+        said = str(error) if "\n" in str(error) else first_line(error)
+        where = "" if str(given) in said else f"{given}: "
+        hint = ", a run folder or a checkpoint" if said.startswith("name: expected") else ""
+        raise UserError(f"distill.teacher: {where}{said}{hint}") from error
+
+
+def _check_classes(given: Any, ours: list[str] | int, theirs: list[str] | int) -> None:
+    if ours != theirs:
+        here, there = (
+            each if isinstance(each, int) else f"{len(each)} ({', '.join(each[:3])}, …)"
+            for each in (ours, theirs)
+        )
+        raise ValueError(
+            f"expected the {here} classes of the data, got the {there} of {given}\n"
             "  distill.weight=0 distill.features=1 learns from its features alone"
         )
-    return network, facts
-
-
-def _short(classes: list[str] | int) -> str:
-    if isinstance(classes, int):
-        return str(classes)
-    return f"{len(classes)} ({', '.join(classes[:3])}{', …' if len(classes) > 3 else ''})"
 
 
 def _fitted(pictures: Tensor, in_channels: int, size: Any) -> Tensor:
