@@ -171,7 +171,9 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
         config["init"] = literal(folders.initial(str(config["init"])))
     teacher = (config.get("distill") or {}).get("teacher")
     if teacher is not None and absolute(str(teacher)).exists():  # else a name of timm
-        config["distill"]["teacher"] = literal(str(folders.checkpoint(str(teacher), "distill.teacher")))
+        config["distill"]["teacher"] = literal(
+            str(folders.checkpoint(str(teacher), "distill.teacher"))
+        )
     folder = run_dir or request.folder()
     config["run_dir"] = literal(str(folder))
     if mode.rules:

@@ -56,7 +56,11 @@ class CachedFeatures(Callback):
             self._stop("the network is not called with one tensor of samples")
         elif not self._said:
             self._say("features are computed once for each sample, and kept")
-        if self._network and trainer.is_last_batch and self._features.ends_epoch_without_a_second_look():
+        if (
+            self._network
+            and trainer.is_last_batch
+            and self._features.ends_epoch_without_a_second_look()
+        ):
             self._stop("no sample occurred twice")
 
     def on_fit_end(self, *args: Any) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import attnkit
-from attnkit.lightning import Distillation, UserError
+from attnkit.lightning import Distillation
 from attnkit.lightning.callbacks import distillation
 from attnkit.tasks.image_classification import DigitsData, ImageClassification
 
@@ -40,7 +40,8 @@ class Asked(nn.Module):
     def forward(self, images):
         self.seen += len(images)
         self.shapes.add(tuple(images.shape[1:]))
-        assert not self.training and not torch.is_grad_enabled()
+        assert not self.training
+        assert not torch.is_grad_enabled()
         return self.head(self.body(images))
 
 
@@ -201,7 +202,12 @@ def teacher(tmp_path, monkeypatch):
 
 
 def test_a_run_resumed_is_the_same_and_no_checkpoint_holds_the_teacher(teacher):
-    words = "data.augment=null", "scheduler=constant", f"distill.teacher={teacher}", "distill.features=0.5"
+    words = (
+        "data.augment=null",
+        "scheduler=constant",
+        f"distill.teacher={teacher}",
+        "distill.features=0.5",
+    )
     whole = run(*words, run_dir="whole", trainer={"max_epochs": 3, "accelerator": "cpu"})
     run(*words, run_dir="parts", trainer={"max_epochs": 3, "accelerator": "cpu", "max_steps": 31})
     parts = attnkit.run("resume=parts", "trainer.max_steps=-1")
