@@ -198,7 +198,7 @@ def _teacher(given: Any, module: Any, by_logits: bool) -> tuple[nn.Module, dict[
         from attnkit.models.preprocessing import expected_images
         from attnkit.models.weights import check_name
 
-        count = check_name(given).get("num_classes")
+        count = check_name(given).get("num_classes", 0)
         if by_logits:
             _check_classes(given, module.num_classes, count)
         node = {"_target_": "attnkit.models.timm_backbone", "name": given, "pretrained": True}
