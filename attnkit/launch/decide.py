@@ -20,6 +20,7 @@ from attnkit.launch.config.validate import validate
 from attnkit.launch.modes import Mode, mode_of, named
 from attnkit.launch.modes.rules import check_uses
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.files import absolute
 
 # Keys that say what to do with a saved run; they are never taken over from it.
 CONTROLS = {
@@ -168,6 +169,11 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     config = request.config
     if config.get("init") is not None:
         config["init"] = literal(folders.initial(str(config["init"])))
+    teacher = (config.get("distill") or {}).get("teacher")
+    if teacher is not None and absolute(str(teacher)).exists():  # else a name of timm
+        config["distill"]["teacher"] = literal(
+            str(folders.checkpoint(str(teacher), "distill.teacher"))
+        )
     folder = run_dir or request.folder()
     config["run_dir"] = literal(str(folder))
     if mode.rules:

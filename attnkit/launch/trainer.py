@@ -56,7 +56,8 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
     if limit is not None:
         arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
     built = _built(Callback, "callbacks", config.get("callbacks"))
-    named = {**_own(config, mode), **built}
+    distilled = {"distill": config.get("distill")} if _distills(config, mode) else {}
+    named = {**_own(config, mode), **_built(Callback, "", distilled), **built}
     idle = [name for name, callback in named.items() if not takes_part(type(callback), mode.stage)]
     for name in (name for name in idle if name in asked):
         target = config["callbacks"][name]["_target_"]
@@ -107,6 +108,10 @@ def _own(config: Mapping[str, Any], mode: Mode) -> dict[str, Callback]:
         one_name = {"filename": "last", "enable_version_counter": False}
         own["last"] = LastCheckpoint(pace, dirpath=folder, **one_name)
     return {name: callback for name, callback in own.items() if name not in given}
+
+
+def _distills(config: Mapping[str, Any], mode: Mode) -> bool:
+    return mode.trains and (config.get("distill") or {}).get("teacher") is not None
 
 
 def takes_part(callback: type[Callback], stage: str) -> bool:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.build.build import allowing
     from attnkit.lightning.callbacks.cached_features import CachedFeatures
     from attnkit.lightning.callbacks.class_report import ClassReport
+    from attnkit.lightning.callbacks.distillation import Distillation
     from attnkit.lightning.callbacks.ema import EMA
     from attnkit.lightning.callbacks.epochs import DataSummary, EpochLines
     from attnkit.lightning.callbacks.kernel_record import KernelRecord

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,8 +18,16 @@ from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
 from attnkit.interop.carry import has_hooks, joined, refuse
-from attnkit.surgery import adapters, relative, windows
+from attnkit.surgery import adapters, queries, relative, windows
 
+_APART = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("wq", "wk", "wv"),
+    ("qk", "v"),
+    ("q", "kv"),
+    ("q", "k", "v"),
+)
+"""What networks call projections that are several modules."""
 ScoreChange = str | Score | Callable[[int, int], nn.Module]
 
 
@@ -65,15 +75,16 @@ def _block(
     bias: nn.Parameter | None,
     dropout_p: float,
     score: nn.Module | None = None,
+    norms_output: bool = True,
 ) -> MultiHeadAttention:
     """The block with the parameters of a module with a `proj` and a fused `qkv`, or the weight of
-    one."""
+    one. A `norm` of the module is of its output, unless `norms_output` says that it is not."""
     proj, heads = module.proj, module.num_heads
     num_kv_heads = getattr(module, "num_kv_heads", heads)
     weight = module.qkv.weight if weight is None else weight
     head_dim = len(weight) // (heads + 2 * num_kv_heads)
     gate = getattr(module, "gate", None)
-    linear = (getattr(module, name, None) for name in ("qkv", "q_proj", "k_proj", "v_proj", "gate"))
+    linear = (getattr(module, name, None) for name in ("qkv", "gate", *chain(*_APART)))
     refuse(
         module,
         {
@@ -83,9 +94,8 @@ def _block(
             "outputs that are not as wide as inputs": weight.shape[1] != proj.out_features,
             "a scale other than 1/√head_dim": getattr(module, "scale", head_dim**-0.5)
             != head_dim**-0.5,
-            "a norm before the output projection": not isinstance(
-                getattr(module, "norm", nn.Identity()), nn.Identity
-            ),
+            "a norm before the output projection": norms_output
+            and not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity),
         },
     )
     block = MultiHeadAttention(
@@ -145,6 +155,20 @@ def _whole_bias(module: Any) -> nn.Parameter | None:
     return _joined(module.q_bias, _zeros(len(module.q_bias), module.q_bias), module.v_bias)
 
 
+def _apart(module: Any) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weight and bias of projections that are several modules, as those of one."""
+    names = next(names for names in _APART if all(hasattr(module, name) for name in names))
+    parts = [getattr(module, name) for name in names]
+    refuse(module, {"queries without a projection": isinstance(parts[0], nn.Identity)})
+    biases = [p.bias for p in parts]
+    given = next((bias for bias in biases if bias is not None), None)
+    weight = _joined(*(linear.weight for linear in parts))
+    if given is None:
+        return weight, None
+    filled = (_zeros(len(p.weight), given) if p.bias is None else p.bias for p in parts)
+    return weight, _joined(*filled)
+
+
 def _from_timm(module: Any, changes: Changes) -> adapters.Adapter:
     block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
     return adapters.Tokens(block, module.proj_drop, mask=changes.mask)
@@ -153,17 +177,7 @@ def _from_timm(module: Any, changes: Changes) -> adapters.Adapter:
 def _from_rotary(module: Any, changes: Changes) -> adapters.Adapter:
     weight, bias = None, None
     if module.qkv is None:
-        apart = module.q_proj, module.k_proj, module.v_proj
-        weight = _joined(*(linear.weight for linear in apart))
-        if module.q_proj.bias is not None:
-            bias = _joined(
-                *(
-                    _zeros(len(linear.weight), module.q_proj.bias)
-                    if linear.bias is None
-                    else linear.bias
-                    for linear in apart
-                )
-            )
+        weight, bias = _apart(module)
     else:
         bias = _whole_bias(module) if hasattr(module, "q_bias") else module.qkv.bias
     dropout_p = module.attn_drop.p
@@ -174,6 +188,73 @@ def _from_rotary(module: Any, changes: Changes) -> adapters.Adapter:
         rotate_half=getattr(module, "rotate_half", False),
         mask=changes.mask,
     )
+
+
+def _from_apart(module: Any, changes: Changes) -> MultiHeadAttention:
+    weight, bias = _apart(module)
+    dim = module.proj.in_features
+    refuse(module, {"keys that are not as wide as values": len(weight) != 3 * dim})
+    dropout = getattr(module, "attn_drop", None)
+    return _block(
+        module,
+        changes,
+        weight=weight,
+        bias=bias,
+        dropout_p=0.0 if dropout is None else dropout.p,
+        norms_output=False,
+    )
+
+
+def _from_davit(module: Any, changes: Changes) -> adapters.Adapter:
+    block = _block(module, changes, bias=module.qkv.bias, dropout_p=0.0)
+    return adapters.Tokens(block, nn.Identity(), mask=changes.mask)
+
+
+def _from_tnt(module: Any, changes: Changes) -> adapters.Adapter:
+    return adapters.Tokens(_from_apart(module, changes), module.proj_drop, mask=changes.mask)
+
+
+def _from_blocks(module: Any, changes: Changes) -> adapters.Adapter:
+    block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
+    whole = type(module).__module__ == "timm.models.volo"
+    if not whole:  # NesT's projection reads channel by channel, of each all heads
+        weight = block.out_proj.weight.unflatten(1, (-1, block.num_heads))
+        block.out_proj = copy.copy(block.out_proj)
+        block.out_proj._parameters = {
+            "weight": _joined(weight.transpose(1, 2).flatten(1)),
+            "bias": module.proj.bias,
+        }
+    return queries.Blocks(block, module.proj_drop, all_see_all=whole, mask=changes.mask)
+
+
+def _from_first(module: Any, changes: Changes) -> adapters.Adapter:
+    return queries.FirstToken(_from_apart(module, changes), module.proj_drop, mask=changes.mask)
+
+
+def _from_fewer(module: Any, changes: Changes) -> adapters.Adapter:
+    refuse(module, {"keys of pooled maps": getattr(module, "pool", None) is not None})
+    block = _from_apart(module, changes)
+    parts = module.proj_drop, module.sr, module.norm
+    return queries.FewerKeys(block, *parts, mask=changes.mask)
+
+
+def _from_groups(module: Any, changes: Changes) -> adapters.Adapter:
+    block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
+    window = (module.ws, module.ws)
+    return queries.Groups(
+        block, module.proj_drop, None, window=window, shift=(0, 0), mask=changes.mask
+    )
+
+
+def _from_latent(module: Any, changes: Changes) -> adapters.Adapter:
+    refuse(
+        module,
+        {
+            "no output projection": module.mlp is None,
+            "queries of another width": module.latent_dim != module.kv.in_features,
+        },
+    )
+    return queries.Latent(_from_apart(module, changes), module, changes.mask)
 
 
 def _table(module: Any) -> relative.TableBias:
@@ -278,6 +359,17 @@ _CONVERTERS: dict[str, Callable[[Any, Changes], adapters.Adapter]] = {
     "timm.layers.attention:Attention": _from_timm,
     "timm.layers.attention:AttentionRope": _from_rotary,
     "timm.models.eva:EvaAttention": _from_rotary,
+    "timm.layers.attention_pool:AttentionPoolLatent": _from_latent,
+    "timm.models.metaformer:Attention": _from_timm,
+    "timm.models.davit:WindowAttention": _from_davit,
+    "timm.models.tnt:Attention": _from_tnt,
+    "timm.models.nest:Attention": _from_blocks,
+    "timm.models.volo:Attention": _from_blocks,
+    "timm.models.volo:ClassAttention": _from_first,
+    "timm.models.crossvit:CrossAttention": _from_first,
+    "timm.models.pvt_v2:Attention": _from_fewer,
+    "timm.models.twins:GlobalSubSampleAttn": _from_fewer,
+    "timm.models.twins:LocallyGroupedAttn": _from_groups,
     "timm.models.beit:Attention": _from_beit,
     "timm.models.vision_transformer_relpos:RelPosAttention": _from_relative,
     "timm.models.swin_transformer:WindowAttention": _from_swin,

@@ -32,9 +32,10 @@ class ReplacedAttention:
 
 @dataclass(frozen=True)
 class Replacement:
-    """What was replaced; `str()` is a table."""
+    """What was replaced, and what was left as it was and why; `str()` is a table."""
 
     replaced: tuple[ReplacedAttention, ...]
+    left: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[ReplacedAttention]:
         return iter(self.replaced)
@@ -46,10 +47,11 @@ class Replacement:
         lines = [("module", "in the place of", "heads", "head_dim")]
         lines += [(r.name, r.replaced, f"{r.num_heads}", f"{r.head_dim}") for r in self]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
+        table = [
             f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {heads:>{widths[2]}}  {dim:>{widths[3]}}"
             for name, kind, heads, dim in lines
-        )
+        ]
+        return "\n".join([*table, *(f"left: {each}" for each in self.left)])
 
 
 def replace_attention(
@@ -60,6 +62,7 @@ def replace_attention(
     score: ScoreChange | None = None,
     normalizer: str | Normalizer | None = None,
     backend: str = "auto",
+    partial: bool = False,
 ) -> Replacement:
     """Replace the attention in another library's network by attnkit's block, in place.
 
@@ -80,6 +83,8 @@ def replace_attention(
     network's weights first.
 
     Served are timm's `Attention` (ViT, DeiT, DeiT III, CLIP, SigLIP and DINOv2 towers and more),
+    `AttentionPoolLatent` (SigLIP's pooling), the attention of CrossViT, NesT, MetaFormer, PVT v2,
+    TNT, Twins and VOLO, but for its outlook attention, DaViT's windows,
     `AttentionRope` and `EvaAttention` (ViTs with rotary positions, EVA-02), BEiT's and the
     relative-position ViT's `Attention`, both Swins' `WindowAttention`; torchvision's
     `ShiftedWindowAttention`, both versions; torch's `nn.MultiheadAttention` (torchvision's
@@ -96,14 +101,15 @@ def replace_attention(
             `attnkit.learned_scores.CosineScore`, of which each layer gets one.
         normalizer: another normalizer than softmax: a name or a `Normalizer`.
         backend: the kernel, as in `attnkit.attend`.
+        partial: whether attention that cannot be replaced may stay as it is, beside some that can.
 
     Returns:
-        A row for each module replaced.
+        A row for each module replaced; with `partial`, `left` says what was not, and why.
 
     Raises:
         ValueError: a module named by `where` that looks like attention and cannot be replaced, with
-            the reason of each (such as a copy that would be frozen in part), or there is none to
-            replace. The network is then unchanged.
+            the reason of each (such as a copy that would be frozen in part), unless `partial` lets
+            it stay, or there is none to replace. The network is then unchanged.
         TypeError: a mask or score of another kind.
     """
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
@@ -126,12 +132,15 @@ def replace_attention(
             adapters[id(module)] = convert(module, changes)
         except ValueError as error:
             reasons.setdefault(str(error), []).append(name)
-    if reasons:
-        told = "; ".join(f"{shortened(names)}: {reason}" for reason, names in reasons.items())
+    left = tuple(f"{shortened(names)}: {reason}" for reason, names in reasons.items())
+    if left and not (partial and adapters):
+        can = "partial=True or where= leaves it as it is" if adapters else "where= can leave it out"
         raise ValueError(
-            f"model: attention that cannot be replaced: {told}; where= can leave it out"
+            f"model: attention that cannot be replaced: {'; '.join(left)}; {can}"
             f"{_unknown(model, named)}"
         )
+    if partial and (others := _unknown(model, named)):
+        left += (others.removeprefix("; "),)
     # a module may stand at several places
     for parent in list(model.modules()):
         for child, attention in parent._modules.items():
@@ -141,7 +150,8 @@ def replace_attention(
         if isinstance(encoder, nn.TransformerEncoder):
             # else it packs the batch for a kernel that reads the weights of torch's own attention
             encoder.use_nested_tensor = False
-    return Replacement(tuple(_row(name, m, adapters[id(m)]) for name, m in chosen.items()))
+    rows = (_row(n, m, adapters[id(m)]) for n, m in chosen.items() if id(m) in adapters)
+    return Replacement(tuple(rows), left)
 
 
 def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

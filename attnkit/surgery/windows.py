@@ -36,7 +36,7 @@ class MapWindows(Adapter):
         self,
         attention: MultiHeadAttention,
         dropout: nn.Module,
-        bias: nn.Module,
+        bias: nn.Module | None,
         *,
         window: tuple[int, int],
         shift: tuple[int, int],

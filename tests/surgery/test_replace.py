@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from timm.models import metaformer, nest, volo
 from torch import nn
 from torch.nn import functional as F
 from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
@@ -37,6 +38,22 @@ NETWORKS = {
     "rotary, mixed": ("vit_small_patch16_rope_mixed_224", NARROW),
     "swin": ("swin_tiny_patch4_window7_224", SWIN),
     "swin v2": ("swinv2_tiny_window8_256", SWIN),
+    "siglip": ("vit_base_patch16_siglip_224", NARROW),
+    "metaformer": lambda: metaformer.MetaFormer(
+        3, 5, depths=(1, 2), dims=(32, 64), drop_path_rate=0.0,
+        token_mixers=(metaformer.SepConv, metaformer.Attention),
+        norm_layers=(metaformer.LayerNorm2dNoBias, metaformer.LayerNormNoBias)),
+    "nest": lambda: nest.Nest(64, patch_size=4, num_levels=2, depths=(1, 1), embed_dims=(24, 48),
+                              num_heads=(2, 3), num_classes=5, drop_path_rate=0.0),
+    "volo": lambda: volo.VOLO([1, 1], 64, num_classes=5, embed_dims=[24, 48], num_heads=[2, 3],
+                              mlp_ratio=[2, 2], downsamples=[True, False], patch_size=8,
+                              outlook_attention=(False, False)),
+    "tnt": ("tnt_s_patch16_224", {**SMALL, "depth": 1}),
+    "crossvit": ("crossvit_9_240", {"num_classes": 5, "img_size": 48, "img_scale": (1.0, 1.0),
+                                    "depth": ((1, 1, 0),), "num_heads": (2, 2),
+                                    "embed_dim": (24, 48), "mlp_ratio": (1, 1, 1)}),
+    "pvt v2": ("pvt_v2_b0", {"num_classes": 5, "depths": (1, 1, 1, 1)}),
+    "twins": ("twins_svt_small", {"num_classes": 5, "depths": (1, 2, 1, 1), "img_size": 64}),
     "torchvision's vit": lambda: torchvision.models.VisionTransformer(64, 16, 2, 3, 48, 64,
                                                                       num_classes=5),
     "torchvision's swin": lambda: torchvision.models.SwinTransformer(
@@ -46,6 +63,8 @@ NETWORKS = {
     "torchvision's swin v2": lambda: torchvision.models.SwinTransformer(
         [4, 4], 24, [2, 2], [3, 6], [7, 5], num_classes=5, stochastic_depth_prob=0.0, **V2),
 }  # fmt: skip
+
+LAYERS = {"siglip": 3, "crossvit": 4, "pvt v2": 4, "twins": 5, "volo": 4}
 
 
 def network(name, dtype=torch.float64, **options):
@@ -88,7 +107,7 @@ def test_equal_outputs_and_gradients(name, training):
     expected, input_gradient, gradients = run(model, images())
     gradients = {key: g.clone() for key, g in gradients.items() if g is not None}
     report = replace_attention(model)
-    assert len(report) == (4 if "swin" in name else 2)
+    assert len(report) == LAYERS.get(name, 4 if "swin" in name else 2)
     assert all(module.training is training for module in model.modules())
     output, gradient, new = run(model, images())
     assert expected.std() > 0.1
@@ -404,8 +423,8 @@ def low_rank(model):
          r"cannot be replaced: blocks.1.attn: .*Subclass is not a class that is known"),
         (lambda: timm.create_model("maxvit_pico_rw_256"), {}, ValueError,
          r"stages.0.blocks.0.attn_block.attn, .* more: timm.models.maxxvit.AttentionCl is not"),
-        (lambda: timm.create_model("vit_base_patch16_siglip_224", **NARROW), {}, ValueError,
-         "attn_pool: timm.layers.attention_pool.AttentionPoolLatent is not a class"),
+        (lambda: timm.create_model("pvt_v2_b2_li"), {}, ValueError,
+         "stages.0.blocks.0.attn, .* more: Attention cannot be converted: keys of pooled maps"),
         (lambda: timm.create_model("vit_tiny_patch16_224", scale_attn_norm=True, **SMALL), {},
          ValueError, "blocks.0.attn, blocks.1.attn: .* a norm before the output projection"),
         (lambda: alter(low_rank), {}, ValueError, "blocks.1.attn: .* not plain nn.Linear"),
@@ -470,5 +489,20 @@ def test_report_and_what_where_leaves_out():
     assert [line.split("  ")[0] for line in lines] == ["module", "blocks.0.attn", "blocks.1.attn"]
     assert lines[2].split()[1:] == ["timm.layers.attention.Attention", "3", "16"]
     assert len({len(line) for line in lines}) == 1
-    with pytest.raises(ValueError, match="attn_pool"):
+    assert [row.name for row in replace_attention(model)] == ["attn_pool"]
+
+
+def test_what_cannot_be_replaced_may_stay():
+    torch.manual_seed(0)
+    model = timm.create_model("volo_d1_224", img_size=64, num_classes=5).double().eval()
+    with pytest.raises(ValueError, match=r"OutlookAttention is not a class .* partial=True"):
         replace_attention(model)
+    expected = model(images())
+    report = replace_attention(model, partial=True)
+    assert "timm.models.volo.OutlookAttention is not a class that is known here" in report.left[0]
+    assert str(report).splitlines()[-1].startswith("left: network.0.0.attn, network.0.1.attn and 2")
+    assert len(report) == 16
+    torch.testing.assert_close(model(images()), expected, atol=1e-9, rtol=1e-9)
+    talking = timm.create_model("efficientvit_m0")
+    with pytest.raises(ValueError, match="CascadedGroupAttention"):  # nothing else to replace
+        replace_attention(talking, partial=True)

@@ -50,6 +50,8 @@ class Config:
     scheduler: dict[str, Any] | None = None
     finetune: dict[str, Any] | None = None
     """What is trained of the model, and how fast: a function of the model."""
+    distill: dict[str, Any] | None = None
+    """The teacher of a training: a callback, which takes part where `teacher` is not null."""
     trainer: dict[str, Any] | None = None
     """Arguments of lightning.Trainer, and those of `TrainerExtras`."""
     logger: dict[str, Any] | None = None
@@ -113,7 +115,7 @@ class Reproduce:
 # Nodes that are one object (`_target_` needed when not null), in the order they are reported.
 OBJECTS = (
     "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict",
-    "export", "explain", "optimizer", "scheduler", "finetune",
+    "export", "explain", "optimizer", "scheduler", "finetune", "distill",
 )  # fmt: skip
 
 # What the tasks of this package learn, by `level`: those of one are not those of another.

@@ -17,7 +17,8 @@ _MODEL = frozenset({
 })  # fmt: skip
 _OBJECTS = _MODEL | {"data", "trainer", "callbacks", "run_dir", "seed", "compile", "precision"}
 _TRAINING = _OBJECTS | {
-    "optimizer", "scheduler", "logger", "init", "seeds", "splits", "resume", "rank_logs",
+    "optimizer", "scheduler", "distill", "logger", "init", "seeds", "splits", "resume",
+    "rank_logs",
 }  # fmt: skip
 
 _BENCH = _OBJECTS | {"optimizer", "scheduler"}

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from attnkit.finetune.record import finetuned
 from attnkit.lightning._private import is_compiled
+from attnkit.lightning.callbacks.kept_rows import KeptRows, why_samples_change
 
 _log = logging.getLogger(__name__)
-CHUNK = 32  # samples that features are computed of at once, always as many
 
 
 class CachedFeatures(Callback):
@@ -20,9 +20,7 @@ class CachedFeatures(Callback):
 
     A `TaskModule` fine-tuned by `attnkit.finetune.head_only` adds it. The network must be called
     with one tensor, and its output must be that of its head. Samples are recognized by their
-    content, so any data in any order will do: each is hashed to 64 bits, and its features are kept
-    in memory, on the device. They are computed in chunks of one size, so that they do not depend on
-    the batch and a run that is resumed is the same.
+    content (`KeptRows`), so any data in any order will do; features are kept on the device.
 
     One line says whether features are kept. They are not where samples change from epoch to epoch:
     with mixup, cutmix, an augmentation of the data, or, as is seen in the second epoch, any other;
@@ -31,10 +29,7 @@ class CachedFeatures(Callback):
 
     def __init__(self) -> None:
         self._network: nn.Module | None = None
-        self._rows: dict[int, int] = {}
-        """Of each sample's hash, the row of its features."""
-        self._features: Tensor | None = None
-        self._known = 0  # samples of this epoch that were there already
+        self._features = KeptRows()
         self._said = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -50,18 +45,22 @@ class CachedFeatures(Callback):
         network.forward = self._forward
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._known = 0
+        self._features.num_found = 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         if self._network is None:
             return
-        if not self._rows:
+        if not self._features.num_kept:
             self._stop("the network is not called with one tensor of samples")
         elif not self._said:
             self._say("features are computed once for each sample, and kept")
-        elif trainer.current_epoch and not self._known and trainer.is_last_batch:
+        if (
+            self._network
+            and trainer.is_last_batch
+            and self._features.ends_epoch_without_a_second_look()
+        ):
             self._stop("no sample occurred twice")
 
     def on_fit_end(self, *args: Any) -> None:
@@ -81,36 +80,19 @@ class CachedFeatures(Callback):
     def _restore(self) -> None:
         if self._network is not None:
             del self._network.forward
-        self._network, self._features, self._rows = None, None, {}
+        self._network, self._features = None, KeptRows()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not len(args[0]):
             return self._original(*args, **kwargs)
-        samples = args[0]
-        hashes = _hashes(samples)
-        new: dict[int, int] = {}
-        for index, key in enumerate(hashes):
-            if key in self._rows:
-                self._known += 1
-            else:
-                new.setdefault(key, index)
-        indices = list(new.values())
-        for start in range(0, len(indices), CHUNK):
-            features = self._computed(samples[indices[start : start + CHUNK]])
-            if features is None:
-                self._stop("the network's output is not its head's")
-                return self._original(samples)
-            self._keep([*new][start : start + CHUNK], features)
-        assert self._features is not None
-        rows = torch.tensor([self._rows[key] for key in hashes], device=self._features.device)
-        return self._head(self._features[rows])
+        features = self._features.of(args[0], self._computed)
+        if features is None:
+            self._stop("the network's output is not its head's")
+            return self._original(args[0])
+        return self._head(features)
 
-    @torch.inference_mode(False)  # in validation, too, they are for training
-    @torch.no_grad()
     def _computed(self, samples: Tensor) -> Tensor | None:
-        """The features of up to `CHUNK` samples; None if they are not what decides the output."""
-        missing = CHUNK - len(samples)
-        padded = torch.cat([samples, samples.new_zeros(missing, *samples.shape[1:])])
+        """The features of samples; None if they are not what decides the output."""
         read: list[Any] = []
         was_training = self._head.training
         self._head.eval()
@@ -119,46 +101,25 @@ class CachedFeatures(Callback):
             self._head.register_forward_hook(lambda _, inputs, output: read.append(output)),
         ]
         try:
-            output = self._original(padded)
+            output = self._original(samples)
         finally:
             self._head.train(was_training)
             for hook in hooks:
                 hook.remove()
         fits = len(read) == 2 and len(read[0]) == 1 and isinstance(read[0][0], Tensor)
-        if not fits or len(read[0][0]) != CHUNK or not torch.equal(read[1], output):
+        if not fits or len(read[0][0]) != len(samples) or not torch.equal(read[1], output):
             return None
-        return read[0][0][: len(samples)]
-
-    @torch.inference_mode(False)
-    def _keep(self, keys: list[int], features: Tensor) -> None:
-        start = len(self._rows)
-        table = self._features
-        if table is None or start + len(keys) > len(table):
-            grown = features.new_empty(max(1024, 2 * start), *features.shape[1:])
-            if table is not None:
-                grown[:start] = table[:start]
-            self._features = table = grown
-        table[start : start + len(keys)] = features
-        self._rows.update(zip(keys, range(start, start + len(keys)), strict=True))
+        return read[0][0]
 
 
 def _reason(
     trainer: Trainer, module: LightningModule, network: nn.Module, head: tuple[str, ...]
 ) -> str:
     """Why features can't be kept, or nothing."""
-    data = getattr(trainer, "datamodule", None)
-    if getattr(module, "mix", None) is not None:
-        return "module.mixup or cutmix mixes the samples"
-    if getattr(data, "augment", None) is not None:
-        return "the data are augmented; data.augment=null leaves that out"
+    if reason := why_samples_change(trainer, module):
+        return reason
     if len(head) != 1:
         return f"the head is several modules, {', '.join(head)}"
     if is_compiled(module) or is_compiled(network):
         return "the network is compiled"
     return ""
-
-
-def _hashes(samples: Tensor) -> list[int]:
-    """64 bits of each sample's content."""
-    rows = samples.detach().cpu().contiguous().flatten(1).view(torch.uint8).numpy()
-    return [hash(row.tobytes()) for row in rows]

@@ -100,7 +100,7 @@ def test_where_they_can_not_be_kept_training_goes_on_without(fit, arguments, rea
     assert "forward" not in vars(module.model)
     assert trainer.current_epoch == 3
     callback = next(c for c in trainer.callbacks if isinstance(c, CachedFeatures))
-    assert not callback._rows
+    assert not callback._features.num_kept
     assert module.model.seen > 3 * 1400
 
 
