@@ -34,11 +34,18 @@ def train(run: Run) -> dict[str, float]:
     figures |= {"parameters": run.num_parameters}
     run.save(figures)  # should the test fail
     run.ended_by = ended_by(trainer)
+    if run.ended_by == "max_epochs" and _minutes(run):
+        run.ended_by = "minutes"
     if _has_test(module, data):
         run.loaded(trainer.test, ckpt_path=run.best, verbose=False)
         figures |= measured(trainer)
     _log_run(run, {k: v for k, v in figures.items() if k.startswith("test/") or "_best" in k})
     return figures
+
+
+def _minutes(run: Run) -> float | None:
+    """`trainer.minutes`, which decides how many epochs there are."""
+    return (run.config.get("trainer") or {}).get("minutes")
 
 
 def _log_run(run: Run, figures: dict[str, float]) -> None:
@@ -94,7 +101,7 @@ def _fit(run: Run) -> None:
 def _ask_for_no_less(run: Run) -> None:
     """Where the run has more epochs than asked for, which Lightning refuses, ask for those."""
     trainer = run.trainer
-    asked = trainer.max_epochs or -1
+    asked = -1 if _minutes(run) else trainer.max_epochs or -1
     done = checkpoints.load(run.start, mmap=True)["epoch"] if run.start else 0
     if 0 <= asked < done:
         _log.info(f"trainer.max_epochs={asked}: the run has {done} already; it trains no more")
