@@ -14,6 +14,7 @@ from attnkit.launch.run import Run
 from attnkit.lightning._private import epoch_ends
 from attnkit.lightning.callbacks.epochs import EpochLines
 from attnkit.lightning.callbacks.meter import measured
+from attnkit.lightning.console import say
 from attnkit.lightning.loggers import TensorBoard
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.best_and_last import BestCheckpoint
@@ -27,6 +28,9 @@ def train(run: Run) -> dict[str, float]:
     data = run.make_data()
     module = run.make_module()
     run.ready()
+    if run.chosen and trainer.is_global_zero:
+        words = (f"{key}={'null' if value is None else value}" for key, value in run.chosen.items())
+        say(f"chosen for this data: {' '.join(words)}; give another value to change it")
     _log_run(run, {})
     _fit(run)
     figures = _of_epochs(trainer, measured(trainer))
