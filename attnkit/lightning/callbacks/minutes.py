@@ -1,8 +1,8 @@
-"""A training of so many minutes: measured steps decide how many epochs, and the schedule follows."""
+"""A training of so many minutes: measured steps decide how many epochs, and schedules follow."""
 
 import math
-import time
-from typing import Any
+from time import monotonic
+from typing import Any, cast
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -61,17 +61,17 @@ class Minutes(Callback):
     @property
     def used(self) -> float:
         """Seconds of training so far."""
-        return self._used + (0.0 if math.isnan(self._began) else time.monotonic() - self._began)
+        return self._used + (0.0 if math.isnan(self._began) else monotonic() - self._began)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.max_epochs in (None, -1):
             trainer.fit_loop.max_epochs = PROVISIONAL
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._began, self._measured, self._done = time.monotonic(), -WARM_UP, 0
+        self._began, self._measured, self._done = monotonic(), -WARM_UP, 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epoch_began, self._of_epoch = time.monotonic(), 0
+        self._epoch_began, self._of_epoch = monotonic(), 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -80,7 +80,7 @@ class Minutes(Callback):
         if self.epochs is not None or self._done:
             return
         wait_for_device(pl_module)
-        now = time.monotonic()
+        now = monotonic()
         self._measured += 1
         if self._measured == 0:
             self._measured_from = now
@@ -91,9 +91,11 @@ class Minutes(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._of_epoch == trainer.num_training_batches:  # else it was resumed within it
-            seconds = time.monotonic() - self._epoch_began
+            seconds = monotonic() - self._epoch_began
             known = math.isfinite(self._epoch_seconds)
             self._epoch_seconds = (seconds + self._epoch_seconds) / 2 if known else seconds
+        elif math.isinf(self._epoch_seconds):
+            return
         self._done += 1
         done, epochs = trainer.current_epoch + 1, self.epochs
         left = self.seconds - self.used
@@ -106,6 +108,9 @@ class Minutes(Callback):
             if off > max(TOLERANCE * self.seconds, self._epoch_seconds / 2):
                 epochs = fitting
         self._settle(trainer, epochs)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._used, self._began = self.used, math.nan
 
     def _decide(self, trainer: Trainer, done: int, step: float) -> None:
         """The first count, after `done` batches of an epoch, of `step` seconds each."""
@@ -165,7 +170,7 @@ class Minutes(Callback):
         self._used, self._epoch_seconds = saved["used"], saved["epoch_seconds"]
         self.epochs, self.batches = saved["epochs"], saved["batches"]
         if self.epochs is None:
-            least = checkpoint["epoch"] + 1
+            least = checkpoint["epoch"] + 2  # one may be begun, which tells nothing
             trainer.fit_loop.max_epochs = max(trainer.max_epochs or PROVISIONAL, least)
             return
         if saved["seconds"] != self.seconds:
@@ -183,7 +188,10 @@ def _schedule_again(trainer: Trainer) -> None:
         before = config.scheduler
         if isinstance(before, ReduceLROnPlateau):
             continue
-        if not isinstance(module, TaskModule):
+        if (
+            getattr(type(module), "configure_optimizers", None)
+            is not TaskModule.configure_optimizers
+        ):
             rank_zero_warn(
                 f"trainer.minutes: {type(module).__name__} makes its learning-rate schedule itself:"
                 " it does not follow the number of epochs that was measured"
@@ -191,6 +199,6 @@ def _schedule_again(trainer: Trainer) -> None:
             return
         for group in before.optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-        config.scheduler = module.make_scheduler(before.optimizer)
+        config.scheduler = cast("TaskModule", module).make_scheduler(before.optimizer)
         for _ in range(before.last_epoch):
             config.scheduler.step()
