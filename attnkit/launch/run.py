@@ -125,11 +125,12 @@ class Run:
             self.data.setup("fit")
             facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
             model = self.config.get("model") or {}
-            if "patch_size" in facts and model.get("patch_size", 0) is None:
+            choices: dict[str, Any] = getattr(self.data, "chosen", {})
+            if choices and "patch_size" in facts and model.get("patch_size", 0) is None:
                 self.chosen["model.patch_size"] = facts["patch_size"]
             for node in nodes:
                 fill(node, facts)
-            for key, chosen in getattr(self.data, "chosen", {}).items():
+            for key, chosen in choices.items():
                 self.config["data"][key].update(chosen)
                 self.chosen |= {f"data.{key}.{name}": value for name, value in chosen.items()}
         self.from_data = sorted((left_open - {*self._nulls()}) | {*self.chosen})
