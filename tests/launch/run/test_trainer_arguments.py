@@ -188,6 +188,18 @@ def test_a_run_of_minutes_is_over_until_it_gets_more(attnkit):
     assert (more["ended_by"], more["epochs"] > state["epochs"]) == ("minutes", True)
 
 
+@pytest.mark.slow
+def test_several_processes_agree_on_the_epochs_of_minutes(attnkit):
+    """Each has a clock of its own; if they did not agree, one would wait for the other."""
+    job = [word for word in VIT if not word.startswith(("trainer=", "trainer.max_epochs"))]
+    two = ("trainer=cpu_ddp", "trainer.timeout_seconds=60", "trainer.minutes=0.06")
+    done = attnkit(*job, *two, "run_dir=run")
+    assert done.code == 0, done.err
+    state = json.loads(Path("run/state.json").read_text())
+    assert state["ended_by"] == "minutes"
+    assert state["epochs"] >= 1
+
+
 def test_max_time_within_the_last_epoch(mine):
     """The epoch that it broke off is not the end of the run, which can go on as above."""
     limits = ("trainer.max_epochs=1", "trainer.max_time={microseconds: 1}")
