@@ -385,7 +385,7 @@ class Stopwatch(Callback):
     def epochs(self) -> float:
         """As the configuration has them; the last may be a part of one."""
         if minutes := self.given.get("minutes"):
-            return 60 * minutes / (self.epoch_seconds() or math.inf)
+            return round(60 * minutes / (self.epoch_seconds() or math.inf), 1)
         epochs, steps = (end if end and end > 0 else math.inf for end in self._ends)
         return min(epochs, steps * self.accumulated / (self.batches("train") or 1))
 
