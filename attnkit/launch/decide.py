@@ -271,9 +271,12 @@ def _on_base(request: Request, base: Path) -> Request:
     changes = {k: v for k, v in CONTROLS.items() if k not in ("init", "seeds", "splits")}
     saved = folders.read_config(base)
     for key in provenance.load(base.parent).get("from_data", []):
-        part, _, name = str(key).partition(".")
-        if name in (saved.get(part) or {}):
-            saved[part][name] = None
+        *parts, name = str(key).split(".")
+        node: Any = saved
+        for part in parts:
+            node = node.get(part) or {}
+        if name in node:
+            node[name] = None if len(parts) == 1 else "auto"
     (saved.get("callbacks") or {}).pop("pruning", None)  # of a study, which this run is not in
     return _on_saved(request, base, saved, changes)
 

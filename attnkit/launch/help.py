@@ -66,7 +66,7 @@ Keys of every task
 {kinds}
   seed=0  seeds=N              N runs, their mean and spread
   splits=all                   a run for each of the fixed splits of the data
-  trainer.max_epochs=N         how long
+  trainer.max_epochs=N         how long; or trainer.minutes=N
   trainer.limit_batches=N      a quick look: N batches (or a share) of all data
   trainer.gradient_clip_val=X  trainer.accumulate_grad_batches=N
   precision=32|bf16-mixed|…    compile=false|true|max-autotune

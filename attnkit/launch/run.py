@@ -75,7 +75,10 @@ class Run:
         self.alone = alone
         self.ended_by = ""
         self.from_data: list[str] = []
-        """Keys of the configuration that were null, and that the data or the weights gave."""
+        """Keys of the configuration that were null, or below a part `auto`, and that the data or
+        the weights gave."""
+        self.chosen: dict[str, Any] = {}
+        """Of these what is a choice: other values would do, too."""
         self._asked = callbacks
         self._on_ready = on_ready
         self._started = time.perf_counter()
@@ -121,9 +124,16 @@ class Run:
             self.data.prepare_data()
             self.data.setup("fit")
             facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
+            model = self.config.get("model") or {}
+            choices: dict[str, Any] = getattr(self.data, "chosen", {})
+            if choices and "patch_size" in facts and model.get("patch_size", 0) is None:
+                self.chosen["model.patch_size"] = facts["patch_size"]
             for node in nodes:
                 fill(node, facts)
-        self.from_data = sorted(left_open - {*self._nulls()})
+            for key, chosen in choices.items():
+                self.config["data"][key].update(chosen)
+                self.chosen |= {f"data.{key}.{name}": value for name, value in chosen.items()}
+        self.from_data = sorted((left_open - {*self._nulls()}) | {*self.chosen})
         return self.data
 
     def _nulls(self) -> Iterator[str]:

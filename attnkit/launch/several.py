@@ -34,6 +34,8 @@ SPREAD = ("test/", "val/")
 MOST = 3  # times that a batch is halved
 OOM_RETRIES = "oom_retries"  # in results.json
 
+_CLOCKS = {"max_time", "minutes"}  # arguments of the trainer by which time ends it
+
 # Arguments of the trainer that count batches, where they are whole numbers.
 _BATCHES = (
     "limit_batches", "limit_train_batches", "limit_val_batches", "limit_test_batches",
@@ -233,9 +235,9 @@ def _is_over(config: dict[str, Any], changes: Sequence[str]) -> bool:
     state, trainer = folders.load_state(folder), config.get("trainer") or {}
     if state.get("ended_by") == "callback":  # which may want more once it is changed
         return not any(change.lstrip("+~").startswith("callbacks") for change in changes)
-    if state.get("ended_by") == "max_time":  # within an epoch, as a rule
+    if (limit := state.get("ended_by")) in _CLOCKS:
         before = folders.load_config(folder).get("trainer") or {}
-        return trainer.get("max_time") == before.get("max_time")
+        return trainer.get(limit) == before.get(limit)
     for limit, done in (("max_steps", "steps"), ("max_epochs", "epochs")):
         asked = trainer.get(limit)
         if asked is not None and 0 < asked <= state.get(done, asked):
@@ -248,13 +250,12 @@ def _say_finished(job: Job) -> None:
     tested = [k for k in results if k.startswith("test/") and not k.endswith("_std")]
     figures = ", ".join(f"{k} {results[k]:.4g}" for k in tested)
     print(f"finished already: {job.folder}\n  {figures}")
-    ends = {folders.load_state(Path(c["run_dir"])).get("ended_by") for c in job.runs}
+    ends = {folders.load_state(Path(c["run_dir"])).get("ended_by", "") for c in job.runs}
     if "callback" in ends:
         print("  a callback ended it; to train longer, change that: callbacks.…")
-    elif "max_time" in ends:
-        print(
-            "  trainer.max_time ended it; to train longer: trainer.max_time=null, or a longer one"
-        )
+    elif clock := ends & _CLOCKS:
+        name = f"trainer.{clock.pop()}"
+        print(f"  {name} ended it; to train longer: {name}=null, or a longer one")
     else:
         limit = "max_steps" if "max_steps" in ends else "max_epochs"
         print(f"  to train longer: trainer.{limit}=N with a larger N")

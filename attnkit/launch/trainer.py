@@ -52,6 +52,7 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
     arguments = dict(config.get("trainer") or {})
     arguments.pop("oom_retry", None)
     timeout = arguments.pop("timeout_seconds", None)
+    minutes = arguments.pop("minutes", None)
     limit = arguments.pop("limit_batches", None)
     if limit is not None:
         arguments = {**dict.fromkeys(LIMITS, limit), **arguments}
@@ -72,6 +73,10 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
         shown = any(isinstance(callback, ProgressBar) for callback in callbacks)
     if mode.trains:
         callbacks.append(MonitorsInSanityCheck())
+    if minutes is not None:
+        from attnkit.lightning.callbacks.minutes import Minutes
+
+        callbacks.insert(0, Minutes(minutes))  # the others see how many epochs there are
     loggers = _built(Logger, "logger", config["logger"] if "logger" in mode.uses else {})
     try:
         trainer = Trainer(

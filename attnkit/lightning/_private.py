@@ -145,6 +145,15 @@ def validation_is_next(trainer: Trainer) -> bool:
     return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
+def set_num_batches(trainer: Trainer, count: int) -> None:
+    """End this epoch and those to come after so many batches; `limit_train_batches` is only read
+    when the loaders are set up."""
+    loop: Any = trainer.fit_loop
+    loop.max_batches = loop._data_fetcher.length = loop._combined_loader.limits = count
+    if isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(count * trainer.val_check_interval))
+
+
 def train_fetcher(trainer: Trainer) -> Any:
     """What fetches the batches of training; it is started again where a run is resumed."""
     return trainer.fit_loop._data_fetcher

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from importlib.resources import files
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -11,6 +12,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from attnkit.core.arguments import at_least, choice, share, up_to_1
 
+LEAST_CROP = 0.5  # share of the area, of crops that the pictures choose
 POLICIES = ("randaugment", "trivial", "autoaugment", "augmix")
 
 
@@ -23,7 +25,9 @@ class Augment(nn.Module):
     Args:
         crop_min_area: smallest share of the area of the picture kept by a random resized crop;
             None: no such crop. `ImageDataModule` crops the whole picture, before it is shrunk.
-        horizontal_flip: probability of mirroring left and right.
+        horizontal_flip: probability of mirroring left and right. For both, "auto" lets
+            `ImageDataModule` choose, by whether the class of a training picture is still known when
+            it is changed so: a probability of 0.5 or 0, crops of at least 0.5 or 0.8 or none.
         crop_padding: pixels of black added on every side before a crop of the old size.
         rotate_degrees: largest angle, to either side.
         translate: largest shift, as a share of the side, in either direction.
@@ -43,8 +47,8 @@ class Augment(nn.Module):
     def __init__(
         self,
         *,
-        crop_min_area: float | None = None,
-        horizontal_flip: float = 0.0,
+        crop_min_area: float | Literal["auto"] | None = None,
+        horizontal_flip: float | Literal["auto"] = 0.0,
         crop_padding: int = 0,
         rotate_degrees: float = 0.0,
         translate: float = 0.0,
@@ -56,7 +60,11 @@ class Augment(nn.Module):
         erase_probability: float = 0.0,
     ) -> None:
         super().__init__()
-        up_to_1(horizontal_flip=horizontal_flip, erase_probability=erase_probability)
+        for name, value in (("horizontal_flip", horizontal_flip), ("crop_min_area", crop_min_area)):
+            if isinstance(value, str):
+                choice(("auto",), **{name: value})
+        flip = None if isinstance(horizontal_flip, str) else horizontal_flip
+        up_to_1(horizontal_flip=flip, erase_probability=erase_probability)
         up_to_1(translate=translate)
         share(scale=scale)
         at_least(0, crop_padding=crop_padding, rotate_degrees=rotate_degrees)
@@ -64,7 +72,8 @@ class Augment(nn.Module):
         at_least(1, randaugment_num_ops=randaugment_num_ops)
         if policy is not None:
             choice(POLICIES, policy=policy)
-        if crop_min_area is not None and not 0 < crop_min_area <= 1:
+        area = crop_min_area
+        if area is not None and not isinstance(area, str) and not 0 < area <= 1:
             raise ValueError(f"crop_min_area: expected in (0, 1] or None, got {crop_min_area}")
         if randaugment_magnitude is not None and not 0 <= randaugment_magnitude <= 30:
             raise ValueError(
@@ -79,8 +88,8 @@ class Augment(nn.Module):
         for name, value in given.items():
             if value is not None and policy != "randaugment":
                 raise ValueError(f"{name}: needs policy='randaugment', got {policy!r}")
-        self.crop_min_area = crop_min_area
-        self.horizontal_flip = horizontal_flip
+        self.crop_min_area: Any = crop_min_area
+        self.horizontal_flip: Any = horizontal_flip
         self.crop_padding = crop_padding
         self.rotate_degrees = rotate_degrees
         self.translate = translate
@@ -98,8 +107,19 @@ class Augment(nn.Module):
             in_turn.append(InTurn(v2.RandomErasing(erase_probability)))
         self.in_turn = nn.Sequential(*in_turn)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is left to the training images, a part of it or all."""
+        return "auto" in (self.crop_min_area, self.horizontal_flip)
+
     def forward(self, images: Tensor) -> Tensor:
-        """All of it, a crop of the images included."""
+        """All of it, a crop of the images included.
+
+        Raises:
+            ValueError: "auto" was given, and no data module has chosen yet.
+        """
+        if self.is_open:
+            raise ValueError('augment: "auto" is for a data module, which chooses in setup')
         if self.crop_min_area is not None:
             images = InTurn(random_crop(self.crop_min_area, images.shape[-2:]))(images)
         return self.after_crop(images)

@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as F
 from attnkit.core.arguments import choice
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import BalancedSampler, PlacedSampler, stratified_split
-from attnkit.tasks.image_classification.augment import Augment, random_crop
+from attnkit.tasks.image_classification.augment import LEAST_CROP, Augment, random_crop
 from attnkit.tasks.images.crops import TrainingImages
 from attnkit.tasks.images.data import (
     SplitImages,
@@ -86,6 +86,8 @@ class ImageDataModule(SplitImages):
             self.shuffled = BalancedSampler
         self.drop_last = drop_last
         self.class_names: list[str] = []
+        self.chosen: dict[str, dict[str, Any]] = {}
+        """What was left to the training images, by argument: of `augment`, its own arguments."""
 
     @abstractmethod
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
@@ -116,6 +118,10 @@ class ImageDataModule(SplitImages):
         self.in_channels = self.in_channels or first.channels
         if self.image_size is None:
             self.image_size = default_image_size(min(sides(first.size)))
+        if "train" in self.sets and isinstance(self.augment, Augment) and self.augment.is_open:
+            from attnkit.tasks.image_classification.choose import settle  # few need it
+
+            self.chosen["augment"] = settle(self.augment, self.sets["train"])
 
     @property
     def train_labels(self) -> Tensor:
@@ -136,7 +142,7 @@ class ImageDataModule(SplitImages):
             "interpolation": self.interpolation,
             "crop_pct": self.crop_pct,
             "value_range": self.value_range,
-            "patch_size": default_patch_size(self.image_size),
+            "patch_size": default_patch_size(self.image_size, len(self.sets["train"])),
             "in_channels": self.in_channels,
             "num_classes": len(self.class_names),
             "class_names": self.class_names,
@@ -160,6 +166,13 @@ class ImageDataModule(SplitImages):
     def crop_min_area(self) -> float | None:
         """That of the augmentation: training images are then crops of whole pictures."""
         return self.augment.crop_min_area if isinstance(self.augment, Augment) else None
+
+    @property
+    def kept_crop_area(self) -> float | None:
+        """The smallest crop that whole pictures are kept for, known before they are read: the same
+        whichever is chosen, so that a run that goes on reads the same pixels."""
+        area = self.crop_min_area
+        return area if area is None else LEAST_CROP if area == "auto" else min(area, LEAST_CROP)
 
     def items(self, split: str) -> Any:
         if split != "train":

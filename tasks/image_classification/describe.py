@@ -1,6 +1,6 @@
 """What a model has to know of images, found in the batches of any data module."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any
 
@@ -55,9 +55,11 @@ def describe_batches(data: LightningDataModule) -> dict[str, Any]:
     if facts is None:
         normalized_by = _normalize(images, (data, *_within(getattr(loader, "dataset", None))))
         facts = {"mean": [0.0] * channels, "std": [1.0] * channels, "normalized_by": normalized_by}
+    dataset = getattr(loader, "dataset", None)
+    num_images = len(dataset) if isinstance(dataset, Sized) else None
     return {
         "image_size": size,
-        "patch_size": default_patch_size(size),
+        "patch_size": default_patch_size(size, num_images),
         "in_channels": channels,
         "num_classes": number,
         "class_names": names,

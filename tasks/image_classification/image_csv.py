@@ -163,7 +163,7 @@ class ImageCsvData(ImageDataModule):
         groups = {group: code for code, group in enumerate(dict.fromkeys(r.group for r in rows))}
         sets = {}
         for split, (images, good) in read_splits(
-            self, files, self.in_channels, self.crop_min_area
+            self, files, self.in_channels, self.kept_crop_area
         ).items():
             if self.target != "classes":
                 images.labels = torch.tensor(

@@ -26,8 +26,8 @@ class ImageFolderData(ImageDataModule):
     it was not trained on; they may lack classes of the module.
 
     If `augment` has a `crop_min_area`, training images are crops of the whole pictures, which are
-    shrunk before by a whole factor that leaves the smallest crop as many pixels as
-    `image_size` has.
+    shrunk before by a whole factor that leaves the smallest crop, or one of half the area, as many
+    pixels as `image_size` has.
 
     Each file is decoded once, before training; the pixels stay in memory if all splits, and the
     whole pictures twice, fit in `memory_gb`. Else each file is decoded once to see that it can be
@@ -68,7 +68,7 @@ class ImageFolderData(ImageDataModule):
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
         known = module_of(self).hparams.get("class_names") if self.testing else None
         splits, class_names = find_splits(self.root, known)
-        read = read_splits(self, splits, self.in_channels, self.crop_min_area)
+        read = read_splits(self, splits, self.in_channels, self.kept_crop_area)
         sets = {split: images.select(good) for split, (images, good) in read.items()}
         left = set(sets["train"].labels.tolist()) if known is None else range(len(known))
         if empty := [name for label, name in enumerate(class_names) if label not in left]:

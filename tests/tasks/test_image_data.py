@@ -330,6 +330,16 @@ def test_default_sizes():
         default_patch_size(97)
 
 
+def test_of_few_images_the_patches_are_few():
+    """64 at most; of many images, and of sizes that allow no such patch, as ever."""
+    expected = {8: 2, 16: 2, 28: 4, 32: 4, 48: 6, 64: 8, 96: 12, 100: 15, 112: 14, 224: 28}
+    for side, patch in expected.items():
+        image = default_image_size(side) if side != 100 else 120
+        assert default_patch_size(image, 6_000) == patch
+        assert default_patch_size(image, 50_000) == default_patch_size(image)
+    assert default_patch_size([224, 96], 6_000) == 16
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

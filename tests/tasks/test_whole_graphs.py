@@ -228,16 +228,16 @@ def test_numbers_are_predicted_in_the_units_of_the_data(tmp_path):
     values = data.train_labels
     for column in range(2):
         known = values[:, column][~values[:, column].isnan()]
-        torch.testing.assert_close(module.mean[column], known.mean())
-        torch.testing.assert_close(module.deviation[column], known.std(unbiased=False))
+        torch.testing.assert_close(module.target_mean[column], known.mean())
+        torch.testing.assert_close(module.target_deviation[column], known.std(unbiased=False))
     batch = data.graphs.batch(torch.arange(3))
     with torch.no_grad():
         plain = module.eval().model(batch.x, batch.edge_index, batch=batch.batch)
-        expected = plain * module.deviation + module.mean
+        expected = plain * module.target_deviation + module.target_mean
         torch.testing.assert_close(module.outputs(batch), expected)
     truth = torch.tensor([[30.0, torch.nan]])
-    expected = (module.mean[0] + module.deviation[0] - 30).abs() / module.deviation[0]
-    found = module.losses(module.mean[None] + module.deviation[None], truth)
+    expected = (module.target_mean[0] + module.target_deviation[0] - 30).abs() / module.target_deviation[0]
+    found = module.losses(module.target_mean[None] + module.target_deviation[None], truth)
     torch.testing.assert_close(found, expected[None])
     metrics = module.metrics()
     for metric in metrics.values():

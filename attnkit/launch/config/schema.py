@@ -4,6 +4,7 @@ The dataclass is read like any other constructor (signatures.py), so that there 
 form of message for `seed=abc` and for `model.depth=abc`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,8 @@ class TrainerExtras:
 
     limit_batches: int | float | None = None
     """All its limit_*_batches: a number of batches or a fraction."""
+    minutes: int | float | None = None
+    """How long a training takes, in the place of max_epochs."""
     timeout_seconds: int | float | None = None
     """How long a process waits for the others of its run."""
     oom_retry: bool = True
@@ -181,6 +184,7 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "trainer.log_every_n_steps": ("at least 0", lambda number: number >= 0),
     "trainer.limit_batches": ("more than 0", lambda number: number > 0),
     "trainer.limit_train_batches": ("more than 0", lambda number: number > 0),
+    "trainer.minutes": ("more than 0", lambda number: 0 < number < math.inf),
     "trainer.timeout_seconds": ("more than 0", lambda number: number > 0),
     "trainer.max_epochs": ("at least 1, or -1 for no end", bool),
     "trainer.max_steps": ("at least 1, or -1 for no end", bool),

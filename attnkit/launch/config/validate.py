@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from attnkit.core.nearest import nearest
+from attnkit.launch.command import dotted_key
 from attnkit.launch.config import annotations, schema, signatures
 from attnkit.launch.config.signatures import Signature
 from attnkit.launch.config.sources import Origins
@@ -156,6 +157,12 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
             if node.get(key) is not None:
                 message = f"not together with {key}: it is the limit of train and val itself"
                 raise _problem(origins, "trainer.overfit_batches", message)
+    if node.get("minutes") is not None:
+        for key in ("max_epochs", "max_steps", "max_time"):
+            typed = any(dotted_key(word) == f"trainer.{key}" for word in origins.overrides)
+            if typed and node.get(key) is not None:
+                message = "trainer.minutes decides how long: one of the two; trainer.minutes=null"
+                raise _problem(origins, f"trainer.{key}", message)
     parameters = {
         **signatures.known(TRAINER).parameters,
         **signatures.known(schema.TRAINER_EXTRAS).parameters,

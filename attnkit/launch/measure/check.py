@@ -121,7 +121,8 @@ def _carried_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, 
     """A shortened training of this configuration, and what of the job it leaves out."""
     config, unknown = _moved(config, folder)
     given = config["trainer"] or {}
-    config["trainer"] = {**given, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+    every = {"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "minutes": None}
+    config["trainer"] = {**given, **every}
     world = make_trainer(config, MODES["train"]).world_size
     if world > 1:
         config["trainer"] |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
@@ -383,6 +384,8 @@ class Stopwatch(Callback):
 
     def epochs(self) -> float:
         """As the configuration has them; the last may be a part of one."""
+        if minutes := self.given.get("minutes"):
+            return round(60 * minutes / (self.epoch_seconds() or math.inf), 1)
         epochs, steps = (end if end and end > 0 else math.inf for end in self._ends)
         return min(epochs, steps * self.accumulated / (self.batches("train") or 1))
 

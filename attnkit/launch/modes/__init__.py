@@ -34,8 +34,9 @@ _REPRODUCE = frozenset({"reproduce", "record", "data", "seeds", "run_dir"})
 _FIT = frozenset({
     "accumulate_grad_batches", "check_val_every_n_epoch", "gradient_clip_algorithm",
     "gradient_clip_val", "limit_train_batches", "limit_val_batches", "log_every_n_steps",
-    "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "num_sanity_val_steps",
-    "oom_retry", "overfit_batches", "reload_dataloaders_every_n_epochs", "val_check_interval",
+    "max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "minutes",
+    "num_sanity_val_steps", "oom_retry", "overfit_batches", "reload_dataloaders_every_n_epochs",
+    "val_check_interval",
 })  # fmt: skip
 _OF_TRAINING = frozenset({"limit_predict_batches"})
 _UNTIMED = (_FIT - {"accumulate_grad_batches", "gradient_clip_algorithm", "gradient_clip_val",

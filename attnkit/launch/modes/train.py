@@ -14,6 +14,7 @@ from attnkit.launch.run import Run
 from attnkit.lightning._private import epoch_ends
 from attnkit.lightning.callbacks.epochs import EpochLines
 from attnkit.lightning.callbacks.meter import measured
+from attnkit.lightning.console import say
 from attnkit.lightning.loggers import TensorBoard
 from attnkit.lightning.resume import checkpoints
 from attnkit.lightning.resume.best_and_last import BestCheckpoint
@@ -27,6 +28,9 @@ def train(run: Run) -> dict[str, float]:
     data = run.make_data()
     module = run.make_module()
     run.ready()
+    if run.chosen and trainer.is_global_zero:
+        words = (f"{key}={'null' if value is None else value}" for key, value in run.chosen.items())
+        say(f"chosen for this data: {' '.join(words)}; give another value to change it")
     _log_run(run, {})
     _fit(run)
     figures = _of_epochs(trainer, measured(trainer))
@@ -34,11 +38,18 @@ def train(run: Run) -> dict[str, float]:
     figures |= {"parameters": run.num_parameters}
     run.save(figures)  # should the test fail
     run.ended_by = ended_by(trainer)
+    if run.ended_by == "max_epochs" and _minutes(run):
+        run.ended_by = "minutes"
     if _has_test(module, data):
         run.loaded(trainer.test, ckpt_path=run.best, verbose=False)
         figures |= measured(trainer)
     _log_run(run, {k: v for k, v in figures.items() if k.startswith("test/") or "_best" in k})
     return figures
+
+
+def _minutes(run: Run) -> float | None:
+    """`trainer.minutes`, which decides how many epochs there are."""
+    return (run.config.get("trainer") or {}).get("minutes")
 
 
 def _log_run(run: Run, figures: dict[str, float]) -> None:
@@ -94,7 +105,7 @@ def _fit(run: Run) -> None:
 def _ask_for_no_less(run: Run) -> None:
     """Where the run has more epochs than asked for, which Lightning refuses, ask for those."""
     trainer = run.trainer
-    asked = trainer.max_epochs or -1
+    asked = -1 if _minutes(run) else trainer.max_epochs or -1
     done = checkpoints.load(run.start, mmap=True)["epoch"] if run.start else 0
     if 0 <= asked < done:
         _log.info(f"trainer.max_epochs={asked}: the run has {done} already; it trains no more")

@@ -91,7 +91,7 @@ class TaskModule(KnowsItsTraining):
 
     def configure_optimizers(self) -> Any:
         optimizer = self._make_optimizer()
-        scheduler = self._make_scheduler(optimizer)
+        scheduler = self.make_scheduler(optimizer)
         when: dict[str, Any] = {"interval": "step"}
         if isinstance(scheduler, ReduceLROnPlateau):
             if not hasattr(scheduler, "monitor"):
@@ -216,7 +216,8 @@ class TaskModule(KnowsItsTraining):
             return scale_learning_rates(AdamW(groups, lr=1e-3, weight_decay=0.05))
         return scale_learning_rates(_called(self._optimizer, "optimizer", groups))
 
-    def _make_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+    def make_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        """The schedule of an optimizer, for the steps that the trainer is to make as it is now."""
         make = self._scheduler or warmup_cosine
         arguments = {}
         parameters = inspect.signature(make).parameters

@@ -47,6 +47,13 @@ def test_the_figures_are_those_of_the_job(attnkit):
     assert found["trainable_parameters"] == results["parameters"]
 
 
+def test_the_time_of_a_job_of_minutes_is_known():
+    argv = [word for word in VIT if not word.startswith("trainer.max_epochs")]
+    found = figures_of(*argv, "trainer.minutes=7", "data.batch_size=200")
+    assert found["epochs"] * found["epoch_seconds"] == pytest.approx(420, rel=0.05)
+    assert 400 < found["seconds"] < 420 + 120
+
+
 def test_multiply_adds_of_a_dense_model_are_torchs(flash_is_counted):
     """By the module's example, and, without one, by a step of training."""
     config = decide(Request.read(Composer(None), list(VIT))).runs[0]

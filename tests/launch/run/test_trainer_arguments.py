@@ -164,6 +164,42 @@ def test_a_run_that_max_steps_ended_within_an_epoch_can_go_on(attnkit):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("limit", ["max_epochs=3", "max_steps=3", "max_time=00:00:01:00"])
+def test_minutes_and_another_end_are_refused(mine, limit):
+    done = mine("run_dir=run", "trainer.minutes=1", f"trainer.{limit}")
+    assert done.code == 2
+    name = limit.partition("=")[0]
+    assert f"trainer.{name}: trainer.minutes decides how long: one of the two" in done.err
+    assert done.err.count("\n") <= 3
+    assert not Path("run").exists()
+
+
+def test_a_run_of_minutes_is_over_until_it_gets_more(attnkit):
+    job = [word for word in VIT if not word.startswith("trainer.max_epochs")]
+    assert attnkit(*job, "trainer.minutes=0.02", "run_dir=run").code == 0
+    state = json.loads(Path("run/state.json").read_text())
+    assert state["ended_by"] == "minutes"
+    done = attnkit("resume=run")
+    assert done.code == 0
+    assert "trainer.minutes ended it; to train longer: trainer.minutes=null" in done.out
+    done = attnkit("resume=run", "trainer.minutes=0.06")
+    assert done.code == 0, done.err
+    more = json.loads(Path("run/state.json").read_text())
+    assert (more["ended_by"], more["epochs"] > state["epochs"]) == ("minutes", True)
+
+
+@pytest.mark.slow
+def test_several_processes_agree_on_the_epochs_of_minutes(attnkit):
+    """Each has a clock of its own; if they did not agree, one would wait for the other."""
+    job = [word for word in VIT if not word.startswith(("trainer=", "trainer.max_epochs"))]
+    two = ("trainer=cpu_ddp", "trainer.timeout_seconds=60", "trainer.minutes=0.06")
+    done = attnkit(*job, *two, "run_dir=run")
+    assert done.code == 0, done.err
+    state = json.loads(Path("run/state.json").read_text())
+    assert state["ended_by"] == "minutes"
+    assert state["epochs"] >= 1
+
+
 def test_max_time_within_the_last_epoch(mine):
     """The epoch that it broke off is not the end of the run, which can go on as above."""
     limits = ("trainer.max_epochs=1", "trainer.max_time={microseconds: 1}")
