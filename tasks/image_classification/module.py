@@ -48,6 +48,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         normalized_by: `mean` and `std` with which the data module normalises its batches of floats;
             empty, if it does in a way that is not known. Floats are then taken as they are.
         in_channels: 1 (grey) or 3 (RGB).
+        max_image_tokens: images come as lists, each of its own size and of at most so many patches
+            (`native` of `ImageFolderData`); None: all have one size.
         mean: of the training pixels on the scale from 0 to 1, per channel.
         std: their standard deviation.
         class_weights: see `ClassificationModule`.
@@ -73,6 +75,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         value_range: Sequence[float] | None = None,
         normalized_by: Mapping[str, Sequence[float]] | None = None,
         in_channels: int = 3,
+        max_image_tokens: int | None = None,
         label_smoothing: float = 0.0,
         class_weights: ClassWeights | None = None,
         mixup: float = 0.0,
@@ -89,6 +92,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         )
         how = interpolation, crop_pct, value_range, normalized_by
         self.expect_images(image_size, in_channels, mean, std, *how)
+        at_least(1, max_image_tokens=max_image_tokens)
+        self.max_image_tokens = max_image_tokens
         share(label_smoothing=label_smoothing)
         at_least(0, mixup=mixup, cutmix=cutmix)
         if image_size is not None:
@@ -107,7 +112,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits [batch, num_classes] of images, uint8, or float from 0 to 1 or normalised by the
-        data module (`normalized_by`)."""
+        data module (`normalized_by`); one tensor, or a list of images of their own sizes."""
         return self.model(self.normalized(images))
 
     @torch.no_grad()
@@ -142,9 +147,15 @@ class ImageClassification(NormalizesImages, ClassificationModule):
     def explained(self, batch: Any) -> Explained:
         """What `attnkit.explain` is given of a batch: this module and images as floats."""
         images, *rest = batch
+        notes: list[str] = []
+        if not isinstance(images, Tensor):
+            from attnkit.tasks.images.native import side_by_side
+
+            images, notes = side_by_side(images, sides(self.image_size or images[0].shape[-2:]))
         inputs = self.as_floats(images)
         pictures = self.as_pictures(inputs)
         made = Explained(self, inputs, pictures=pictures, class_names=self.class_names)
+        made.notes += notes
         if rest and isinstance(rest[0], Tensor):
             made.truth = rest[0]
         elif rest:
@@ -182,7 +193,8 @@ class ImageClassification(NormalizesImages, ClassificationModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
         if batch_idx == 0 and self.normalized_by is None:
-            self._look(images)
+            for some in images if isinstance(images, list) else [images]:
+                self._look(some)
         images = self.normalized(images)
         if self.mix is not None:
             images, labels = self.mix(images, labels)
@@ -241,7 +253,7 @@ class ImageClassification(NormalizesImages, ClassificationModule):
         if not rest:
             return rows
         if isinstance(rest[0], Tensor):
-            if rest[0].shape != images.shape[:1] or rest[0].is_floating_point():
+            if list(rest[0].shape) != [len(images)] or rest[0].is_floating_point():
                 return rows
             return {"truth": [self.class_names[number] for number in rest[0].tolist()], **rows}
         paths = list(rest[0])

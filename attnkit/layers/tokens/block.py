@@ -114,7 +114,9 @@ class TransformerBlock(nn.Module):
         return tokens + self._drop_path(self.mlp_scale(self.mlp(self.mlp_norm(tokens))), mask)
 
     def _drop_path(self, branch: Tensor, mask: Any) -> Tensor:
-        if not (self.training and isinstance(mask, Packed) and isinstance(self.drop_path, DropPath)):
+        if not (
+            self.training and isinstance(mask, Packed) and isinstance(self.drop_path, DropPath)
+        ):
             return self.drop_path(branch)
         lengths = mask.lengths.to(branch.device)
         factors = self.drop_path(branch.new_ones(len(lengths), 1))
