@@ -90,8 +90,8 @@ class TokenLists(DistributedSampler, SequentialSampler):
 
 
 def cut(sizes: Tensor, count: int) -> list[int]:
-    """How many samples of each of `count` parts, one after the other, so that their tokens are about
-    equally many; at least one sample each.
+    """How many samples of each of `count` parts, one after the other, so that their tokens are
+    about equally many; at least one sample each.
 
     A sample is of the part in which its middle is.
     """

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.positions.absolute import resize_positions, sincos_2d
@@ -59,6 +58,10 @@ class PackedImages:
         """
         parts, grids = [], []
         for number, image in enumerate(images):
+            if image.ndim != 3:
+                raise ValueError(
+                    f"images[{number}]: expected [channels, height, width], got {list(image.shape)}"
+                )
             try:
                 patches = cut_patches(image[None], patch_size)[0]
             except ValueError as error:
