@@ -343,7 +343,8 @@ class ViT(nn.Module):
     def _embed(self, images: Tensor) -> tuple[Tensor, Rotation | None]:
         tokens = self.patch_embed(images)
         own = tuple(images.shape[-2:]) == self.image_size
-        grid = self.grid if own else self._grid(images.shape[-2:], self.patch_embed.patch_size)
+        height, width = images.shape[-2:]
+        grid = self._grid((height, width), self.patch_embed.patch_size)
         if not own:
             from attnkit.models.native import positions_on, rotation_on
 

@@ -52,7 +52,7 @@ def test_sides_are_whole_patches_and_large_pictures_shrink(height, width, grid):
 
 
 def test_a_side_below_a_patch_is_refused():
-    with pytest.raises(UndecodableImageError, match="30 × 9 pixels, .* below the patch of 10"):
+    with pytest.raises(UndecodableImageError, match=r"30 × 9 pixels, .* below the patch of 10"):
         OwnSize(10, 50).grid(9, 30)
 
 
