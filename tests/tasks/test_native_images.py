@@ -162,7 +162,7 @@ def test_a_batch_is_classified_as_its_images_alone(folder):
     assert "images of different sizes" in several.notes[0]
 
 
-def test_commands_train_predict_and_resume_alike(folder, tmp_path_factory, capfd):
+def test_commands_train_test_and_predict(folder, tmp_path_factory, capfd):
     from attnkit.launch.main import main
 
     out = tmp_path_factory.mktemp("runs")
