@@ -92,6 +92,9 @@ def image_lines(images: Any, data: Any) -> list[str]:
     line = f"  {colours.get(images.channels, images.channels)}, {_size(images.size)} pixels"
     if sides(used) != sides(images.size) or data.in_channels != images.channels:
         line += f"; used as {colours.get(data.in_channels, '')} of {_size(used)}"
+    if (tokens := getattr(images, "sizes", None)) is not None:
+        line = f"  {colours.get(images.channels)}, images of their own sizes, {int(tokens.min()):,}"
+        line += f" to {int(tokens.max()):,} patches; positions are learned for {_size(used)}"
     embedding = getattr(getattr(module, "model", None), "patch_embed", None)
     patch = getattr(embedding, "patch_size", None)
     if patch is not None:

@@ -100,8 +100,11 @@ def from_timm(model: Any) -> nn.Module:
     without a distillation token. Rates of dropout and drop path are carried over. A model with
     `dynamic_img_size` gives one of its present size; `ViT.resize` changes it.
 
+    `NaFlexVit`: a `ViT` with `native=True` that takes a list of images of their own sizes, with
+    learned positions resampled to each image's grid.
+
     Raises:
-        TypeError: not a `timm.models.vision_transformer.VisionTransformer` or such a gate itself.
+        TypeError: not timm's `VisionTransformer`, `NaFlexVit` or such a gate itself.
         ValueError: it has a part that attnkit's does not; all of them are named.
     """
     from timm.layers import (
@@ -115,8 +118,15 @@ def from_timm(model: Any) -> nn.Module:
         PatchEmbed,
     )
     from timm.layers.activations import GELU, GELUTanh
+    from timm.models.naflexvit import NaFlexVit
     from timm.models.vision_transformer import Block, VisionTransformer
 
+    if type(model) is NaFlexVit:
+        from attnkit.interop.naflex import as_vision_transformer
+
+        vit = from_timm(as_vision_transformer(model))
+        vit.native = True
+        return vit
     check_class(model, VisionTransformer, *(gates := gates_of_timm()))
     if type(model) in gates:
         return gates[type(model)](model)

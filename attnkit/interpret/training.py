@@ -337,7 +337,12 @@ def _rows(batch: Any, rows: list[int], size: int) -> Any:
     if isinstance(batch, Mapping):
         return {name: _rows(value, rows, size) for name, value in batch.items()}
     if isinstance(batch, tuple) or (isinstance(batch, list) and isinstance(batch[0], Tensor)):
-        return [_rows(value, rows, size) for value in batch]
+        return [
+            [value[row].detach().cpu() for row in rows]
+            if isinstance(value, list) and len(value) == size and isinstance(value[0], Tensor)
+            else _rows(value, rows, size)
+            for value in batch
+        ]  # images of their own sizes are a list
     is_of_rows = isinstance(batch, list) and len(batch) == size
     return [batch[row] for row in rows] if is_of_rows else batch
 

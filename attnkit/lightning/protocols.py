@@ -116,9 +116,15 @@ def by_turns(labels: Sequence[int], count: int) -> list[int]:
 
 
 def num_rows(batch: Any) -> int:
-    """How many a batch has, by its first tensor."""
+    """How many a batch has, by its first tensor, or list of images of their own sizes."""
     if isinstance(batch, Tensor):
         return len(batch)
     values = batch.values() if isinstance(batch, Mapping) else batch
     some = values if isinstance(values, Iterable) else ()
-    return next((len(value) for value in some if isinstance(value, Tensor) and value.ndim), 0)
+    return next((len(value) for value in some if _has_rows(value)), 0)
+
+
+def _has_rows(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(image, Tensor) and image.ndim == 3 for image in value)
+    return isinstance(value, Tensor) and value.ndim > 0

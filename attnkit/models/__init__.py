@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attnkit.models.captioning.transformer_decoder import TransformerDecoder
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
+    from attnkit.models.native import PackedImages
     from attnkit.models.polynormer import Polynormer
     from attnkit.models.resnet import ResNet
     from attnkit.models.sgformer import SGFormer
@@ -27,6 +28,7 @@ __all__ = [
     "Captioner",
     "GraphTransformer",
     "HardRecurrentDecoder",
+    "PackedImages",
     "Polynormer",
     "RecurrentDecoder",
     "ResNet",

@@ -31,8 +31,7 @@ class GraphPool(AttentionPool):
         all are of one graph."""
         if lengths is None:
             lengths = torch.tensor([x.shape[0]], device=x.device)
-        query = self.query.expand(-1, len(lengths), -1)
-        return self.attention(query, x[None], mask=Packed(torch.ones_like(lengths), lengths))[0]
+        return super().forward(x[None], Packed(torch.ones_like(lengths), lengths))
 
 
 class PlainPool(nn.Module):

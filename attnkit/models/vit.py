@@ -1,8 +1,8 @@
 """The Vision Transformer, on attnkit's block."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import torch
 from timm.layers import PatchDropoutWithIndices, trunc_normal_
@@ -20,6 +20,10 @@ from attnkit.layers.tokens.block import Activation, TransformerBlock
 from attnkit.layers.tokens.patch import PatchEmbedding
 
 Images = Annotated[Tensor, "batch channels height width"]
+OwnSizes = Sequence[Annotated[Tensor, "channels height width"]]
+if TYPE_CHECKING:
+    from attnkit.models.native import PackedImages
+
 PositionKind = Literal["learned", "factorized2d", "sincos2d", "rotary2d"]
 LEARNED_POSITIONS = ("learned", "factorized2d")
 Pooling = Literal["class", "mean", "attention"]
@@ -44,7 +48,10 @@ class ViT(nn.Module):
         tokens = block(tokens)    depth times
         logits = head(norm(pool(tokens)))
 
-    Images `[batch, channels, height, width]` in, logits `[batch, num_classes]` out.
+    Images `[batch, channels, height, width]` in, logits `[batch, num_classes]` out. Or a list of
+    images `[channels, height, width]` of any sizes that are multiples of the patch, or their
+    `PackedImages`: they are computed as one packed batch without padding (Dehghani et al., NaViT,
+    2023), and the logits are those of each image alone, by a model of its size (see `resize`).
 
     With class-token pooling the last block computes the query, output and MLP of that token alone;
     keys and values still come from all. The result is exactly the same, at less work. A position
@@ -76,6 +83,7 @@ class ViT(nn.Module):
         drop_path: chance that a sample skips a branch, rising linearly from 0 at the first block
             to this at the last; with one block it is 0.
         patch_dropout: share of patches left out in training (Li et al. 2023), after positions.
+        native: whether images as one tensor may have any size too, as those of a list; None: no.
         embed_norm: layer norm before the first block, and no bias in the patches (CLIP).
         norm_after_pooling: None: for mean pooling (as timm and BEiT), else before.
         layer_scale, attention_dropout_p, activation, norm_eps, backend: as in `TransformerBlock`.
@@ -109,6 +117,7 @@ class ViT(nn.Module):
         attention_dropout_p: float = 0.0,
         drop_path: float = 0.0,
         patch_dropout: float = 0.0,
+        native: bool | None = None,
         embed_norm: bool = False,
         norm_after_pooling: bool | None = None,
         activation: Activation = "gelu",
@@ -135,6 +144,7 @@ class ViT(nn.Module):
             norm_after_pooling = pooling == "mean"
 
         self.image_size = pair("image_size", image_size)
+        self.native = bool(native)
         self.num_classes = num_classes
         self.dim = dim
         self.head_dim = dim // num_heads
@@ -146,7 +156,7 @@ class ViT(nn.Module):
         self.patch_embed = PatchEmbedding(
             pair("patch_size", patch_size), in_channels, dim, bias=not embed_norm
         )
-        grid = self._grid(self.image_size, self.patch_embed.patch_size)
+        grid = self.grid
         self.class_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
         self.registers = nn.Parameter(torch.empty(1, num_registers, dim)) if num_registers else None
         self.position_table: Tensor | None
@@ -218,9 +228,7 @@ class ViT(nn.Module):
             trunc_normal_(self.position_table, std=self.position_std)
         elif self.position_table is not None:
             with torch.device("cpu"):
-                table = sincos_2d(
-                    self._grid(self.image_size, self.patch_embed.patch_size), self.dim
-                )
+                table = sincos_2d(self.grid, self.dim)
             self.position_table.copy_(table[None])
         if self.factorized_positions is not None:
             self.factorized_positions.reset_parameters()
@@ -228,12 +236,27 @@ class ViT(nn.Module):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
 
-    def forward(self, images: Images) -> Annotated[Tensor, "batch classes"]:
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches of an image of `image_size`."""
+        return self._grid(self.image_size, self.patch_embed.patch_size)
+
+    def forward(
+        self, images: "Images | OwnSizes | PackedImages"
+    ) -> Annotated[Tensor, "batch classes"]:
         """Logits."""
         return self.head(self.features(images))
 
-    def features(self, images: Images) -> Annotated[Tensor, "batch dim"]:
+    def features(
+        self, images: "Images | OwnSizes | PackedImages"
+    ) -> Annotated[Tensor, "batch dim"]:
         """What the head reads: the pooled, normalized vector."""
+        images = self._together(images)
+        if not isinstance(images, Tensor):
+            from attnkit.models.native import encode, pooled
+
+            found, lengths = encode(self, images, only_class_token=self.pooling == "class")
+            return self.pooled_norm(pooled(self, self.norm(found), lengths))
         tokens = self._encode(images, only_class_token=self.pooling == "class")
         tokens = self.norm(tokens)
         if self.pooling == "class":
@@ -241,12 +264,20 @@ class ViT(nn.Module):
         patches = tokens[:, self.num_prefix_tokens :]
         return self.pooled_norm(patches.mean(dim=1) if self.pool is None else self.pool(patches))
 
-    def tokens(self, images: Images) -> Annotated[Tensor, "batch tokens dim"]:
-        """All tokens, prefix and patches, after the last block and norm.
+    def tokens(
+        self, images: "Images | OwnSizes | PackedImages"
+    ) -> Annotated[Tensor, "batch tokens dim"] | list[Annotated[Tensor, "tokens dim"]]:
+        """All tokens, prefix and patches, after the last block and norm; of a list of images or
+        `PackedImages`, a list with those of each.
 
         Where the norm comes after pooling (`norm_after_pooling`), they are not normalized.
         The first `num_prefix_tokens` are the class token and the registers, in this order.
         """
+        if not isinstance(images, Tensor):
+            from attnkit.models.native import encode
+
+            found, lengths = encode(self, images, only_class_token=False)
+            return list(self.norm(found).split(lengths))
         return self.norm(self._encode(images, only_class_token=False))
 
     def resize(
@@ -260,7 +291,7 @@ class ViT(nn.Module):
         pseudo-inverse resize (Beyer et al. 2023); fixed and rotary positions are made anew. The
         parameters are new ones, so resize before you make an optimiser.
         """
-        old_grid = self._grid(self.image_size, self.patch_embed.patch_size)
+        old_grid = self.grid
         image = self.image_size if image_size is None else pair("image_size", image_size)
         patch = self.patch_embed.patch_size
         patch = patch if patch_size is None else pair("patch_size", patch_size)
@@ -286,7 +317,7 @@ class ViT(nn.Module):
         return names & {name for name, _ in self.named_parameters()}
 
     def _encode(self, images: Tensor, *, only_class_token: bool) -> Tensor:
-        if tuple(images.shape[-2:]) != self.image_size:
+        if tuple(images.shape[-2:]) != self.image_size and not self.native:
             raise ValueError(
                 f"images: expected {self.image_size[0]} x {self.image_size[1]} pixels, "
                 f"got {list(images.shape)}; resize() makes the model take another size"
@@ -301,9 +332,25 @@ class ViT(nn.Module):
             rotation = rotation.first_queries(1)
         return last(tokens, query_tokens=1, positions=rotation)
 
+    def _together(self, images: Any) -> Any:
+        """Images of equal sizes as one tensor, which needs no mask; others as they are."""
+        is_list = isinstance(images, list | tuple) and len(images) > 0
+        if not is_list or any(image.shape != images[0].shape for image in images):
+            return images
+        takes = self.native or tuple(images[0].shape[-2:]) == self.image_size
+        return torch.stack(list(images)) if takes else images
+
     def _embed(self, images: Tensor) -> tuple[Tensor, Rotation | None]:
         tokens = self.patch_embed(images)
-        if self.position_table is not None:
+        own = tuple(images.shape[-2:]) == self.image_size
+        height, width = images.shape[-2:]
+        grid = self._grid((height, width), self.patch_embed.patch_size)
+        if not own:
+            from attnkit.models.native import positions_on, rotation_on
+
+            added = positions_on(self, grid)
+            tokens = tokens if added is None else tokens + added
+        elif self.position_table is not None:
             tokens = tokens + self.position_table
         elif self.factorized_positions is not None:
             tokens = self.factorized_positions(tokens)
@@ -315,7 +362,10 @@ class ViT(nn.Module):
         ]
         if prefix:
             tokens = torch.cat([*prefix, tokens], dim=1)
-        rotation = None if self.rotary is None else self.rotary.rotation(kept)
+        if own:
+            rotation = None if self.rotary is None else self.rotary.rotation(kept)
+        else:
+            rotation = rotation_on(self, grid, kept)
         return self.embed_norm(self.dropout(tokens)), rotation
 
     def _rotary(self, grid: tuple[int, int]) -> Rotary2d:

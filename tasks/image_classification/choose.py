@@ -57,7 +57,15 @@ class Sample:
     def __init__(self, images: ImageSet) -> None:
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:SAMPLE]
         rows = order.sort()  # files are read in their order
-        small = F.resize(images.fetch(rows.values), [SIDE, SIDE], antialias=True)
+        found = images.fetch(rows.values)  # a tensor, or a list of images of their own sizes
+        small = torch.cat(
+            [
+                F.resize(some, [SIDE, SIDE], antialias=True)
+                for some in (
+                    [image[None] for image in found] if isinstance(found, list) else [found]
+                )
+            ]
+        )
         small, labels = small[rows.indices.argsort()], images.labels[order]
         half = len(order) // 2
         self.examples, self.example_labels = small[:half], labels[:half]

@@ -117,11 +117,15 @@ class ImageDataModule(SplitImages):
         first = next(iter(self.sets.values()))
         self.in_channels = self.in_channels or first.channels
         if self.image_size is None:
-            self.image_size = default_image_size(min(sides(first.size)))
+            self.image_size = self.default_size(first)
         if "train" in self.sets and isinstance(self.augment, Augment) and self.augment.is_open:
             from attnkit.tasks.image_classification.choose import settle  # few need it
 
             self.chosen["augment"] = settle(self.augment, self.sets["train"])
+
+    def default_size(self, images: ImageSet) -> int:
+        """The image size where none is given and the module has none."""
+        return default_image_size(min(sides(images.size)))
 
     @property
     def train_labels(self) -> Tensor:
@@ -189,8 +193,7 @@ class ImageDataModule(SplitImages):
         images, *rest = batch
         training = self.trainer is not None and self.trainer.training
         cropped = training and self.crop_min_area is not None
-        fitted = cropped or next(iter(self.sets.values())).fitted
-        images = fit_images(images, fit_of(self), self.in_channels, fitted=fitted)
+        images = self.fitted_images(images, cropped=cropped)
         if self.augment is not None and self.trainer is not None and training:
             # Its own seed per step and process: what is drawn depends on nothing else, and the
             # model's random numbers do not depend on the augmentation.
@@ -198,11 +201,19 @@ class ImageDataModule(SplitImages):
             key = np.random.SeedSequence([self.seed, self.trainer.global_rank, step])
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(int(key.generate_state(1)[0]))
-                if cropped and isinstance(self.augment, Augment):
-                    images = self.augment.after_crop(images)
-                else:
-                    images = self.augment(images)
+                images = self.augmented(images, cropped=cropped)
         return (images, *rest)
+
+    def fitted_images(self, images: Any, *, cropped: bool) -> Any:
+        """The images of a batch at the size and with the channels that the module takes."""
+        fitted = cropped or next(iter(self.sets.values())).fitted
+        return fit_images(images, fit_of(self), self.in_channels, fitted=fitted)
+
+    def augmented(self, images: Any, *, cropped: bool) -> Any:
+        """Training images, changed at random; where they are cropped already, by the rest of it."""
+        if cropped and isinstance(self.augment, Augment):
+            return self.augment.after_crop(images)
+        return self.augment(images) if self.augment is not None else images
 
     def _follow_module(self) -> None:
         """What was not asked for is what the module in the trainer was made for."""

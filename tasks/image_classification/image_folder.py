@@ -41,10 +41,21 @@ class ImageFolderData(ImageDataModule):
         memory_gb: gigabytes (10⁹ bytes) of pixels that this process may hold; None: half of what is
             available, shared between the processes of this machine.
 
+        native: images keep their size and proportion, and a batch is a list of them, for a model
+            that takes such, as `attnkit.ViT`. Each side becomes the nearest multiple of the patch.
+            `image_size` is then only the size whose positions the model learns; positions of
+            others are resampled from them. Training images are parts of at least `crop_min_area`
+            of them, of whole patches, and are not resized.
+        max_tokens: patches of a batch at most, instead of `batch_size`; None: 4096. Only with
+            `native`, as are the next two.
+        max_image_tokens: patches of an image at most, up to half of `max_tokens`; None: a quarter
+            of `max_tokens`, 1024 at most. A larger picture is shrunk in its proportion.
+        patch_size: side in pixels of the model's patches; None: 16.
+
     The other arguments are those of `ImageDataModule`.
 
     Raises:
-        ValueError: `root` is not a folder.
+        ValueError: `root` is not a folder, or options that need `native`, or that it excludes.
         UserError: in `setup`, if the folders or files are not as described.
     """
 
@@ -54,10 +65,16 @@ class ImageFolderData(ImageDataModule):
         *,
         skip_corrupt: bool = False,
         memory_gb: float | None = None,
+        native: bool = False,
+        max_tokens: int | None = None,
+        max_image_tokens: int | None = None,
+        patch_size: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         at_least(0, memory_gb=memory_gb)
+        self.native = native
+        self._set_native(max_tokens, max_image_tokens, patch_size)
         self.root = existing("root", root, folder=True)
         self.skip_corrupt = skip_corrupt
         self.memory_gb = memory_gb
@@ -68,10 +85,86 @@ class ImageFolderData(ImageDataModule):
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
         known = module_of(self).hparams.get("class_names") if self.testing else None
         splits, class_names = find_splits(self.root, known)
-        read = read_splits(self, splits, self.in_channels, self.kept_crop_area)
+        if self.native:
+            from attnkit.tasks.images.native import OwnSize, read_native
+
+            how = OwnSize.of(self, self.patch_size, self.max_image_tokens)
+            read = read_native(self, splits, self.in_channels, how)
+        else:
+            read = read_splits(self, splits, self.in_channels, self.kept_crop_area)
         sets = {split: images.select(good) for split, (images, good) in read.items()}
         left = set(sets["train"].labels.tolist()) if known is None else range(len(known))
         if empty := [name for label, name in enumerate(class_names) if label not in left]:
             names = ", ".join(empty[:5])
             raise UserError(f"data.root: no image can be decoded in train of {names}")
         return sets, class_names
+
+    def _set_native(
+        self, max_tokens: int | None, max_image_tokens: int | None, patch_size: int | None
+    ) -> None:
+        given = {
+            "max_tokens": max_tokens,
+            "max_image_tokens": max_image_tokens,
+            "patch_size": patch_size,
+        }
+        at_least(2, **given)
+        if not self.native:
+            if named := [name for name, value in given.items() if value is not None]:
+                raise ValueError(f"{named[0]}: needs native=True, got {given[named[0]]}")
+            return
+        excluded = {"sampling": self.sampling, "drop_last": self.drop_last or None}
+        excluded["crop_pct"] = None if self.crop_pct == 1 else self.crop_pct
+        if named := [name for name, value in excluded.items() if value is not None]:
+            raise ValueError(f"{named[0]}: not with native=True, got {excluded[named[0]]}")
+        self.max_tokens = max_tokens or 4096
+        self.max_image_tokens = max_image_tokens or min(1024, max(1, self.max_tokens // 4))
+        self.patch_size = patch_size or 16
+        if 2 * self.max_image_tokens > self.max_tokens:
+            raise ValueError(
+                f"max_image_tokens: expected at most half of max_tokens={self.max_tokens}, got "
+                f"{self.max_image_tokens}"
+            )
+        from attnkit.tasks.tokens import token_loader
+
+        self.make_loader = token_loader
+
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        if self.native:
+            from attnkit.tasks.images.native import check_native
+
+            check_native(self)
+
+    def describe(self) -> dict[str, Any]:
+        facts = super().describe()
+        if not self.native:
+            return facts
+        own = {"native": True, "patch_size": self.patch_size}
+        return {**facts, **own, "max_image_tokens": self.max_image_tokens}
+
+    def default_size(self, images: ImageSet) -> int:
+        return images.size if self.native else super().default_size(images)  # type: ignore[return-value]
+
+    def items(self, split: str) -> Any:
+        if not self.native:
+            return super().items(split)
+        from attnkit.tasks.images.native import NativeItems
+
+        images = self.sets[split]
+        # A list of training images has up to the largest image more: see `TokenSampler`.
+        more = int(images.sizes.max()) if split == "train" else 0
+        return NativeItems(images, self.max_tokens - more)
+
+    def fitted_images(self, images: Any, *, cropped: bool) -> Any:
+        return images if self.native else super().fitted_images(images, cropped=cropped)
+
+    def augmented(self, images: Any, *, cropped: bool) -> Any:
+        if not self.native:
+            return super().augmented(images, cropped=cropped)
+        from attnkit.tasks.images.native import crop_patches
+
+        if self.crop_min_area is not None:
+            images = [crop_patches(image, self.crop_min_area, self.patch_size) for image in images]
+        return [
+            super(ImageFolderData, self).augmented(one[None], cropped=cropped)[0] for one in images
+        ]

@@ -44,7 +44,8 @@ class OfImages(NormalizesImages, TaskModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """What the model returns of images, uint8, or float from 0 to 1 or normalised by the data
-        module (`normalized_by`): logits [batch, num_classes], or numbers in their units."""
+        module (`normalized_by`): logits [batch, num_classes], or numbers in their units; of one
+        tensor, or a list of images of their own sizes."""
         return super().forward(self.normalized(images))
 
     def setup(self, stage: str) -> None:
@@ -66,9 +67,15 @@ class OfImages(NormalizesImages, TaskModule):
     def explained(self, batch: Any) -> Explained:
         """What `attnkit.explain` is given of a batch: this module and images as floats."""
         images, *rest = batch
+        notes: list[str] = []
+        if not isinstance(images, Tensor):
+            from attnkit.tasks.images.native import side_by_side
+
+            images, notes = side_by_side(images, sides(self.image_size or images[0].shape[-2:]))
         inputs = self.as_floats(images)
         pictures = self.as_pictures(inputs)
         made = Explained(self, inputs, pictures=pictures, class_names=self.class_names)
+        made.notes += notes
         if rest and isinstance(rest[0], Tensor):
             made.truth = rest[0]
         elif rest:
@@ -135,6 +142,8 @@ class ImageClassification(OfImages, ClassificationModule):
         normalized_by: `mean` and `std` with which the data module normalises its batches of floats;
             empty, if it does in a way that is not known. Floats are then taken as they are.
         in_channels: 1 (grey) or 3 (RGB).
+        max_image_tokens: images come as lists, each of its own size and of at most so many patches
+            (`native` of `ImageFolderData`); None: all have one size.
         mean: of the training pixels on the scale from 0 to 1, per channel.
         std: their standard deviation.
         class_weights: see `ClassificationModule`.
@@ -162,6 +171,7 @@ class ImageClassification(OfImages, ClassificationModule):
         value_range: Sequence[float] | None = None,
         normalized_by: Mapping[str, Sequence[float]] | None = None,
         in_channels: int = 3,
+        max_image_tokens: int | None = None,
         label_smoothing: float = 0.0,
         class_weights: ClassWeights | None = None,
         mixup: float = 0.0,
@@ -178,6 +188,8 @@ class ImageClassification(OfImages, ClassificationModule):
         )
         how = interpolation, crop_pct, value_range, normalized_by
         self.expect_images(image_size, in_channels, mean, std, *how)
+        at_least(1, max_image_tokens=max_image_tokens)
+        self.max_image_tokens = max_image_tokens
         share(label_smoothing=label_smoothing)
         at_least(0, mixup=mixup, cutmix=cutmix)
         if image_size is not None:
@@ -239,7 +251,8 @@ class ImageClassification(OfImages, ClassificationModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, labels = batch
         if batch_idx == 0:
-            self.look(images)
+            for some in images if isinstance(images, list) else [images]:
+                self.look(some)
         images = self.normalized(images)
         if self.mix is not None:
             images, labels = self.mix(images, labels)
@@ -280,7 +293,7 @@ class ImageClassification(OfImages, ClassificationModule):
         if not rest:
             return rows
         if isinstance(rest[0], Tensor):
-            if rest[0].shape != images.shape[:1] or rest[0].is_floating_point():
+            if list(rest[0].shape) != [len(images)] or rest[0].is_floating_point():
                 return rows
             return {"truth": [self.class_names[number] for number in rest[0].tolist()], **rows}
         paths = list(rest[0])

@@ -2,7 +2,7 @@
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class SplitImages(SplitData):
     """
 
     shuffled: type[DistributedSampler] = ResumableSampler
+    make_loader: Callable[..., DataLoader] = staticmethod(make_loader)
     drop_last = False
     test_splits: tuple[str, ...] = ("test",)
     least = ""  # what train must have to be split, as the end of an error
@@ -208,7 +209,7 @@ class SplitImages(SplitData):
             self.choose_tested(split)
         images, trainer = self.items(split), self.trainer
         on_gpu = trainer is not None and trainer.strategy.root_device.type == "cuda"
-        loader = make_loader(
+        loader = self.make_loader(
             self,
             images,
             split,

@@ -270,7 +270,7 @@ def decode_files(
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         chunks = pool.map(decode_chunk, range(0, len(paths), _CHUNK))
         try:
-            for _ in _with_progress(chunks, len(paths), title):
+            for _ in with_progress(chunks, len(paths), title):
                 pass
         except BaseException:  # a signal: what is not begun is not waited for
             pool.shutdown(wait=False, cancel_futures=True)
@@ -294,7 +294,8 @@ def pixel_sums(images: Tensor) -> Tensor:
     return torch.stack([wide.sum(dim=2), wide.square().sum(dim=2)], dim=1)
 
 
-def _with_progress(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
+def with_progress(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
+    """A 1 for each file that the chunks have done, with a bar on the screen."""
     console = Console(stderr=True)
     rank = getattr(rank_zero_only, "rank", 0)
     quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal or rank != 0

@@ -74,7 +74,10 @@ class NormalizesImages(LightningModule):
         self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))
 
     def normalized(self, images: Tensor) -> Tensor:
-        """(pixel - mean) / std, of uint8 pixels divided by 255 or floats taken as they are."""
+        """(pixel - mean) / std, of uint8 pixels divided by 255 or floats taken as they are; of a
+        list of images of their own sizes, a list."""
+        if isinstance(images, list):
+            return [self.normalized(image) for image in images]  # type: ignore[return-value]
         return (self.as_floats(images) - self.mean) / self.std
 
     def as_floats(self, images: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.images.data import check_fits_module, fit_of, follow_module
+from attnkit.tasks.images.data import check_fits_module, fit_of, follow_module, module_of
 from attnkit.tasks.images.decode import Depth, UndecodableImageError, read_file, to_channels
 from attnkit.tasks.images.depths import lines
 from attnkit.tasks.images.folder import list_images, say, say_skipped
@@ -126,6 +126,13 @@ class PredictData(LightningDataModule):
 
     def images_at(self, paths: Sequence[str]) -> ImagePaths:
         """The set that batches come from; for subclasses whose batches have another form."""
+        module = module_of(self)
+        if getattr(module, "max_image_tokens", None):
+            from attnkit.tasks.images.native import NativePaths, OwnSize
+
+            patch = module.model.patch_embed.patch_size[0]
+            how = OwnSize.of(self, patch, module.max_image_tokens)
+            return NativePaths(paths, how, self.in_channels)  # type: ignore[return-value]
         return ImagePaths(paths, fit_of(self), self.in_channels)
 
     def predict_dataloader(self) -> EVAL_DATALOADERS:

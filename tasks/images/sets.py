@@ -80,9 +80,14 @@ class ImageSet(Dataset, ABC):
     def sums(self) -> Tensor:
         """Sums of pixels and of squared pixels over the set, int64 [2, channels]."""
 
+    @property
+    def num_pixels(self) -> int:
+        """Pixels of all images, of one channel."""
+        return len(self) * math.prod(sides(self.size))
+
     def mean_and_std(self) -> tuple[list[float], list[float]]:
         """Per channel, of pixels scaled to [0, 1]; exact."""
-        first, second = self.sums().double() / (len(self) * math.prod(sides(self.size)))
+        first, second = self.sums().double() / self.num_pixels
         std = (second - first.square()).clamp_min(0).sqrt()
         # A constant channel must not be divided by zero.
         std = std.clamp_min(1.0)

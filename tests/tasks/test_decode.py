@@ -235,7 +235,7 @@ def test_what_is_not_begun_when_it_is_stopped_is_not_waited_for(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(decode, "read_file", slow)
-    monkeypatch.setattr(decode, "_with_progress", stopped)
+    monkeypatch.setattr(decode, "with_progress", stopped)
     paths = [__file__] * 2000
     with pytest.raises(KeyboardInterrupt):
         decode.decode_files(paths, Fit(2), 3, keep=False, title="decoding")
@@ -244,6 +244,6 @@ def test_what_is_not_begun_when_it_is_stopped_is_not_waited_for(monkeypatch):
 
 def test_without_a_terminal_it_says_how_far_it_is(monkeypatch, capfd):
     monkeypatch.setattr(decode, "_SILENT_FOR", 0)
-    assert len(list(decode._with_progress(iter([32, 32, 6]), 70, "decoding images"))) == 70
+    assert len(list(decode.with_progress(iter([32, 32, 6]), 70, "decoding images"))) == 70
     said = capfd.readouterr().out.splitlines()
     assert said == [f"decoding images: {done} of 70" for done in (32, 64, 70)]

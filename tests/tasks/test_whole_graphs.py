@@ -28,7 +28,7 @@ from attnkit.tasks.graphs import (
     NodeClassification,
 )
 from attnkit.tasks.graphs.whole.graphs import Graphs
-from attnkit.tasks.graphs.whole.tokens import TokenLists, TokenSampler, cut
+from attnkit.tasks.tokens import TokenLists, TokenSampler, cut
 
 SIZES = (3, 1, 7, 2, 5, 11, 4, 6, 2, 9, 3, 8)
 EXACT = {"atol": 1e-12, "rtol": 1e-12}
@@ -236,8 +236,9 @@ def test_numbers_are_predicted_in_the_units_of_the_data(tmp_path):
         expected = plain * module.target_deviation + module.target_mean
         torch.testing.assert_close(module.outputs(batch), expected)
     truth = torch.tensor([[30.0, torch.nan]])
-    expected = (module.target_mean[0] + module.target_deviation[0] - 30).abs() / module.target_deviation[0]
-    found = module.losses(module.target_mean[None] + module.target_deviation[None], truth)
+    mean, deviation = module.target_mean, module.target_deviation
+    expected = (mean[0] + deviation[0] - 30).abs() / deviation[0]
+    found = module.losses(mean[None] + deviation[None], truth)
     torch.testing.assert_close(found, expected[None])
     metrics = module.metrics()
     for metric in metrics.values():

@@ -5,7 +5,7 @@ pair with channel i + head_dim / 2, as in GPT-NeoX and Llama; RoFormer pairs nei
 fixed permutation of channels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -49,8 +49,22 @@ class Rotation:
 
     def first_queries(self, num_queries: int) -> "Rotation":
         """The same rotation where only the first tokens are queries, and all tokens are keys."""
-        cos, sin = self.cos[..., :num_queries, :], self.sin[..., :num_queries, :]
-        return Rotation(self.cos, self.sin, cos, sin)
+        return self.queries_at(slice(num_queries))
+
+    def queries_at(self, rows: slice | Tensor) -> "Rotation":
+        """The same rotation where only the tokens in these rows are queries."""
+        return Rotation(self.cos, self.sin, self.cos[..., rows, :], self.sin[..., rows, :])
+
+    def to(self, like: Tensor) -> "Rotation":
+        """The same rotation in the dtype and on the device of a tensor; queries are all tokens."""
+        return Rotation(self.cos.to(like), self.sin.to(like))
+
+    @staticmethod
+    def joined(rotations: "Sequence[Rotation]") -> "Rotation":
+        """That of the tokens of several, one after the other; of a batch of one, or of none."""
+        bands = rotations[0].cos.shape[-1]
+        cos = torch.cat([rotation.cos.reshape(-1, bands) for rotation in rotations])
+        return Rotation(cos, torch.cat([rotation.sin.reshape(-1, bands) for rotation in rotations]))
 
 
 class _Rotary(nn.Module):

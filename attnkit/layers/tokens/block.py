@@ -8,6 +8,7 @@ from timm.layers import DropPath, LayerScale, Mlp
 from torch import Tensor, nn
 
 from attnkit.core.arguments import choice
+from attnkit.core.masks.sequences import Packed
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.normalizers import Normalizer
 from attnkit.core.scores.kinds import Score
@@ -89,26 +90,37 @@ class TransformerBlock(nn.Module):
         self,
         tokens: Annotated[Tensor, "batch tokens dim"],
         *,
-        query_tokens: int | None = None,
+        query_tokens: int | Annotated[Tensor, "queries", int] | None = None,
         mask: Any = None,
         positions: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Annotated[Tensor, "batch queries dim"]:
-        """The block's output for all tokens, or for the first `query_tokens` only.
+        """The block's output for all tokens, or for the first `query_tokens` only, or for those
+        with these numbers.
 
-        With `query_tokens` every token still gives a key and a value, but only the first ones are
+        With `query_tokens` every token still gives a key and a value, but only these are
         queries and pass the MLP: `block(tokens)[:, :query_tokens]` exactly, at a fraction of the
         work. `mask` and `positions` then see that many queries.
+
+        With a `Packed` mask its sequences are the samples that skip a branch.
         """
         normed = self.attention_norm(tokens)
         if query_tokens is None:
             update = self.attention(normed, mask=mask, positions=positions)
         else:
-            tokens = tokens[:, :query_tokens]
-            update = self.attention(
-                normed[:, :query_tokens], normed, mask=mask, positions=positions
-            )
-        tokens = tokens + self.drop_path(self.attention_scale(self.dropout(update)))
-        return tokens + self.drop_path(self.mlp_scale(self.mlp(self.mlp_norm(tokens))))
+            rows = slice(query_tokens) if isinstance(query_tokens, int) else query_tokens
+            tokens = tokens[:, rows]
+            update = self.attention(normed[:, rows], normed, mask=mask, positions=positions)
+        tokens = tokens + self._drop_path(self.attention_scale(self.dropout(update)), mask)
+        return tokens + self._drop_path(self.mlp_scale(self.mlp(self.mlp_norm(tokens))), mask)
+
+    def _drop_path(self, branch: Tensor, mask: Any) -> Tensor:
+        if not (
+            self.training and isinstance(mask, Packed) and isinstance(self.drop_path, DropPath)
+        ):
+            return self.drop_path(branch)
+        lengths = mask.lengths.to(branch.device)
+        factors = self.drop_path(branch.new_ones(len(lengths), 1))
+        return branch * factors.repeat_interleave(lengths, dim=0, output_size=branch.shape[1])
 
 
 def _layer_scale(dim: int, init_value: float | None) -> nn.Module:

@@ -8,6 +8,24 @@ from timm.layers import resample_patch_embed
 from torch import Tensor, nn
 
 
+def cut_patches(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """The patches of images `[batch, channels, height, width]` in reading order, each as its pixels
+    `[batch, patches, channels · patch height · patch width]`.
+
+    Raises:
+        ValueError: a side of the images is no multiple of the patch, or less than one.
+    """
+    batch, channels, height, width = images.shape
+    if height % patch_size[0] or width % patch_size[1] or not height or not width:
+        raise ValueError(
+            f"images: expected a multiple of patch_size {patch_size[0]} x {patch_size[1]}, "
+            f"got {height} x {width}"
+        )
+    rows, columns = height // patch_size[0], width // patch_size[1]
+    patches = images.reshape(batch, channels, rows, patch_size[0], columns, patch_size[1])
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
+
+
 class PatchEmbedding(nn.Module):
     """Linear embedding of non-overlapping patches.
 
@@ -49,18 +67,18 @@ class PatchEmbedding(nn.Module):
                 f"images: expected [batch, {self.in_channels}, height, width], "
                 f"got {list(images.shape)}"
             )
-        if not images.is_floating_point():
-            raise TypeError(f"images: expected a floating-point tensor, got {images.dtype}")
-        batch, channels, height, width = images.shape
-        patch_height, patch_width = self.patch_size
-        if height % patch_height or width % patch_width:
+        return self.embed(cut_patches(images, self.patch_size))
+
+    def embed(self, patches: Tensor) -> Tensor:
+        """Tokens `[…, dim]` of patches that are cut already, `[…, pixels]`."""
+        if not patches.is_floating_point():
+            raise TypeError(f"images: expected a floating-point tensor, got {patches.dtype}")
+        if patches.shape[-1] != self.weight[0].numel():
             raise ValueError(
-                f"images: expected a multiple of patch_size {patch_height} x {patch_width}, "
-                f"got {height} x {width}"
+                f"images: expected {self.in_channels} channels in patches of "
+                f"{self.patch_size[0]} x {self.patch_size[1]}, which are {self.weight[0].numel()} "
+                f"numbers, got {patches.shape[-1]}"
             )
-        rows, columns = height // patch_height, width // patch_width
-        patches = images.reshape(batch, channels, rows, patch_height, columns, patch_width)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
     def resize(self, patch_size: tuple[int, int]) -> "PatchEmbedding":

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
 from attnkit.core.masks.base import Mask
-from attnkit.core.masks.sequences import Padding
+from attnkit.core.masks.sequences import Packed, Padding
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.scores.kinds import Score
 from attnkit.layers.tokens.block import Activation, make_mlp
@@ -99,7 +99,9 @@ class AttentionPool(nn.Module):
 
         Args:
             mask: which tokens count: booleans, True = real, or an attnkit mask, such as
-                `Padding(lengths)`, from the queries to the tokens.
+                `Padding(lengths)`, from the queries to the tokens. With
+                `Packed(queries, lengths)`, the tokens [1, tokens, dim] are of several items, one
+                after the other, and each item has as many queries as without a mask.
         """
         if tokens.ndim != 3 or tokens.shape[2] != self.query.shape[2]:
             raise ValueError(
@@ -112,7 +114,12 @@ class AttentionPool(nn.Module):
                     f"mask, got {mask.dtype} {list(mask.shape)}"
                 )
             mask = Padding(mask)
-        pooled = self.attention(self.query.expand(tokens.shape[0], -1, -1), tokens, mask=mask)
+        if isinstance(mask, Packed):
+            query = self.query.repeat(1, len(mask.lengths), 1)
+            pooled = self.attention(query, tokens, mask=mask).reshape(-1, *self.query.shape[1:])
+        else:
+            query = self.query.expand(tokens.shape[0], -1, -1)
+            pooled = self.attention(query, tokens, mask=mask)
         if self.norm is not None and self.mlp is not None:
             pooled = pooled + self.mlp(self.norm(pooled))
         return pooled.squeeze(1) if self.num_queries is None else pooled

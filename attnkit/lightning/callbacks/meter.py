@@ -23,7 +23,9 @@ from attnkit.lightning._private import leaves, log_again
 
 def num_samples(batch: Any) -> int:
     """The length of the first tensor in a batch; of PyG's graphs, the number of nodes, or of graphs
-    where `y` is of each graph."""
+    where `y` is of each graph; of a list of images of their own sizes, their number."""
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], list):
+        return len(batch[0])
     for leaf in leaves(batch):
         if isinstance(nodes := getattr(leaf, "num_nodes", None), int):
             y, ptr = getattr(leaf, "y", None), getattr(leaf, "ptr", None)

@@ -15,13 +15,13 @@ from torch_geometric.data import Data
 from attnkit.core.arguments import at_least, choice, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.protocols import by_turns
-from attnkit.lightning.resume.sampler import as_it_is, stratified_split
+from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.graphs.checks import SPLITS, Target, check_training, has_target
 from attnkit.tasks.graphs.described import DescribedGraphs
 from attnkit.tasks.graphs.whole.graphs import GraphItems, Graphs
-from attnkit.tasks.graphs.whole.tokens import TokenLists, TokenSampler
-from attnkit.tasks.loaders import loader_options, make_loader
+from attnkit.tasks.loaders import make_loader
 from attnkit.tasks.summary import class_lines, outputs_text, split_line
+from attnkit.tasks.tokens import token_loader
 
 
 class GraphsDataModule(DescribedGraphs):
@@ -253,9 +253,5 @@ class GraphsDataModule(DescribedGraphs):
             items = GraphItems(self.graphs, torch.arange(len(self.graphs)), self.batch_nodes)
         else:
             items = self.sets[split]
-        if self.batch_nodes is None:
-            return make_loader(self, items, split, "graphs")
-        options = loader_options(self, items, split, "graphs", shuffled=TokenSampler, batch_size=1)
-        if split != "train":
-            options["sampler"] = TokenLists(options["sampler"])
-        return DataLoader(items, collate_fn=as_it_is, **options)
+        make = make_loader if self.batch_nodes is None else token_loader
+        return make(self, items, split, "graphs")

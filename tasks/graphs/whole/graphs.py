@@ -155,13 +155,13 @@ class GraphItems(BatchItems):
     Args:
         graphs: all of them.
         numbers: int64 [graphs], which are meant.
-        batch_nodes: nodes of a batch, for `TokenSampler`; None: a batch is so many graphs.
+        batch_tokens: nodes of a batch, for `TokenSampler`; None: a batch is so many graphs.
     """
 
-    def __init__(self, graphs: Graphs, numbers: Tensor, batch_nodes: int | None = None) -> None:
+    def __init__(self, graphs: Graphs, numbers: Tensor, batch_tokens: int | None = None) -> None:
         self.graphs = graphs
         self.numbers = numbers
-        self.batch_nodes = batch_nodes
+        self.batch_tokens = batch_tokens
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -1,0 +1,161 @@
+"""Images of their own sizes in one batch of a `ViT`, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+from torch import Tensor
+
+from attnkit.core.masks.sequences import Packed
+from attnkit.core.positions.absolute import resize_positions, sincos_2d
+from attnkit.core.positions.rotary import Rotary2d, Rotation
+from attnkit.layers.tokens.patch import cut_patches
+
+if TYPE_CHECKING:
+    from attnkit.models.vit import ViT
+
+Grid = tuple[int, int]
+_KEPT = 1024  # tables of fixed positions, one for each grid
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The patches of several images, one image after the other, as `ViT` takes them.
+
+    Attributes:
+        patches: the pixels of each patch, in the order of `PatchEmbedding`'s weight.
+        grids: rows and columns of patches of each image; their products sum to the patches.
+
+    Raises:
+        ValueError: no image, a grid without patches, or another number of patches.
+    """
+
+    patches: Annotated[Tensor, "patches pixels"]
+    grids: Sequence[Grid]
+
+    def __post_init__(self) -> None:
+        if not self.grids:
+            raise ValueError("images: expected at least one image, got an empty batch")
+        total = sum(rows * columns for rows, columns in self.grids)
+        if min(map(min, self.grids)) < 1 or total != len(self.patches):
+            raise ValueError(
+                f"grids: expected grids of {len(self.patches)} patches in all, got {total} patches"
+            )
+
+    def __len__(self) -> int:
+        return len(self.grids)
+
+    @classmethod
+    def of(cls, images: Sequence[Tensor], patch_size: Grid) -> PackedImages:
+        """Images `[channels, height, width]`, each side a multiple of the patch, cut and packed.
+
+        Raises:
+            ValueError: an empty batch, or an image of another shape; it is named by its number.
+        """
+        parts, grids = [], []
+        for number, image in enumerate(images):
+            if image.ndim != 3:
+                raise ValueError(
+                    f"images[{number}]: expected [channels, height, width], got {list(image.shape)}"
+                )
+            try:
+                patches = cut_patches(image[None], patch_size)[0]
+            except ValueError as error:
+                raise ValueError(f"images[{number}]: {error}") from error
+            parts.append(patches)
+            grids.append((image.shape[-2] // patch_size[0], image.shape[-1] // patch_size[1]))
+        return cls(torch.cat(parts) if parts else torch.empty(0, 1), grids)
+
+
+def encode(
+    vit: ViT, images: Sequence[Tensor] | PackedImages, *, only_class_token: bool
+) -> tuple[Annotated[Tensor, "tokens dim"], list[int]]:
+    """The tokens of all images after the last block, and how many each image has.
+
+    Each image's tokens are its prefix and its patches, and see only each other. With
+    `only_class_token` they are the class token of each image alone.
+    """
+    if not isinstance(images, PackedImages):
+        images = PackedImages.of(images, vit.patch_embed.patch_size)
+    tokens, lengths, rotation = _embed(vit, images)
+    mask = Packed(torch.tensor(lengths))
+    *blocks, last = vit.blocks
+    for block in blocks:
+        tokens = block(tokens, mask=mask, positions=rotation)
+    if not only_class_token:
+        return last(tokens, mask=mask, positions=rotation)[0], lengths
+    first = mask.lengths.cumsum(0) - mask.lengths
+    rows = first.to(tokens.device)
+    if rotation is not None:
+        rotation = rotation.queries_at(rows)
+    mask = Packed(torch.ones_like(mask.lengths), mask.lengths)
+    tokens = last(tokens, query_tokens=rows, mask=mask, positions=rotation)
+    return tokens[0], [1] * len(lengths)
+
+
+def pooled(vit: ViT, tokens: Tensor, lengths: Sequence[int]) -> Annotated[Tensor, "images dim"]:
+    """One vector for each image of packed tokens, as `vit.pooling` says."""
+    if vit.pooling == "class":
+        return tokens
+    parts = [part[vit.num_prefix_tokens :] for part in tokens.split(list(lengths))]
+    if vit.pool is None:
+        return torch.stack([part.mean(dim=0) for part in parts])
+    counts = torch.tensor([len(part) for part in parts])
+    return vit.pool(torch.cat(parts)[None], Packed(torch.ones_like(counts), counts))
+
+
+def positions_on(vit: ViT, grid: Grid) -> Tensor | None:
+    """What is added to the patches of an image on this grid, `[patches, dim]`: what `vit.resize`
+    would make of the positions, with gradients. None: nothing is added."""
+    table, own = vit.position_table, vit.grid
+    if isinstance(table, torch.nn.Parameter):
+        return resize_positions(table[0], own, grid)
+    if table is not None:
+        return _sincos(grid, vit.dim).to(table)
+    factorized = vit.factorized_positions
+    return None if factorized is None else factorized.positions(grid)
+
+
+def rotation_on(vit: ViT, grid: Grid, kept: Tensor | None = None) -> Rotation | None:
+    """The rotation of the tokens of images on this grid, or of their patches `kept` alone."""
+    if vit.rotary is None:
+        return None
+    own = grid == vit.grid
+    rotary = vit.rotary if own else _rotary(vit.head_dim, grid, vit.num_prefix_tokens)
+    rotation = rotary.rotation(kept if own or kept is None else kept.cpu())
+    return rotation if own else rotation.to(vit.rotary.cos)
+
+
+def _embed(vit: ViT, images: PackedImages) -> tuple[Tensor, list[int], Rotation | None]:
+    counts = [rows * columns for rows, columns in images.grids]
+    tokens = vit.patch_embed.embed(images.patches)
+    added = {grid: positions_on(vit, grid) for grid in dict.fromkeys(images.grids)}
+    if any(positions is not None for positions in added.values()):
+        tokens = tokens + torch.cat([added[grid] for grid in images.grids])  # type: ignore[misc]
+    prefix = [token[0] for token in (vit.class_token, vit.registers) if token is not None]
+    parts, lengths, rotations = [], [], []
+    for part, grid in zip(tokens.split(counts), images.grids, strict=True):
+        left, kept = vit.patch_dropout(part[None])  # kept is None where nothing was left out
+        parts += [*prefix, left[0]]
+        lengths.append(vit.num_prefix_tokens + left.shape[1])
+        rotations.append(rotation_on(vit, grid, kept))
+    tokens = torch.cat(parts)[None]
+    rotation = None if vit.rotary is None else Rotation.joined(rotations)  # type: ignore[arg-type]
+    return vit.embed_norm(vit.dropout(tokens)), lengths, rotation
+
+
+@lru_cache(_KEPT)
+def _sincos(grid: Grid, dim: int) -> Tensor:
+    # kept for training too, whatever mode the first caller is in
+    with torch.inference_mode(False), torch.device("cpu"):
+        return sincos_2d(grid, dim)
+
+
+@lru_cache(_KEPT)
+def _rotary(head_dim: int, grid: Grid, num_prefix_tokens: int) -> Rotary2d:
+    with torch.inference_mode(False), torch.device("cpu"):
+        return Rotary2d(head_dim, grid, num_prefix_tokens=num_prefix_tokens)

@@ -1,0 +1,312 @@
+"""Images that keep their own size and proportion: sides of whole patches, batches of lists."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.images.data import module_of
+from attnkit.tasks.images.decode import (
+    UndecodableImageError,
+    as_tensor,
+    keys_of,
+    pixel_sums,
+    read_picture,
+    to_channels,
+    with_progress,
+)
+from attnkit.tasks.images.folder import Files, report_failures, say, say_once
+from attnkit.tasks.images.scan import first_of_equal, memory_bytes
+from attnkit.tasks.images.sets import ImageSet
+from attnkit.tasks.loaders import BatchItems
+
+MAX_IMAGE_TOKENS = 1024
+
+
+class OwnSize(NamedTuple):
+    """How a picture becomes an image of its own size.
+
+    Each side becomes the nearest multiple of the patch. A picture of more than `max_tokens` patches
+    is shrunk in its proportion until it has at most so many.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        max_tokens: patches of an image, at most.
+        interpolation, value_range: as in `Fit`.
+    """
+
+    patch_size: int
+    max_tokens: int
+    interpolation: str = "bicubic"
+    value_range: Sequence[float] | None = None
+
+    @classmethod
+    def of(cls, data: Any, patch_size: int, max_tokens: int) -> OwnSize:
+        return cls(patch_size, max_tokens, data.interpolation or "bicubic", data.value_range)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of patches of a picture of so many pixels.
+
+        Raises:
+            UndecodableImageError: a side is below that of a patch.
+        """
+        if min(height, width) < self.patch_size:
+            raise UndecodableImageError(
+                f"{width} × {height} pixels, a side is below the patch of {self.patch_size}"
+            )
+        factor = min(1.0, self.patch_size * math.sqrt(self.max_tokens / (height * width)))
+        rows, columns = (max(1, round(n * factor / self.patch_size)) for n in (height, width))
+        if rows * columns > self.max_tokens:  # by rounding
+            if rows > columns:
+                return self.max_tokens // columns, columns
+            return rows, self.max_tokens // rows
+        return rows, columns
+
+    def read(self, path: str) -> tuple[Tensor, bool]:
+        """uint8 RGB [3, height, width] of a file, and whether it was shrunk.
+
+        Raises:
+            UndecodableImageError: the file cannot be decoded, or is too small.
+        """
+        most = self.max_tokens * self.patch_size**2
+        picture = read_picture(path, most, self.value_range)
+        rows, columns = self.grid(picture.height, picture.width)
+        size = columns * self.patch_size, rows * self.patch_size
+        shrunk = picture.width * picture.height > 1.01 * most
+        if size != picture.size:
+            picture = picture.resize(size, Image.Resampling[self.interpolation.upper()])
+        return as_tensor(picture), shrunk
+
+
+class NativeImages(ImageSet):
+    """Labelled images of their own sizes, in memory, or decoded when they are asked for.
+
+    A batch is a list of uint8 images [channels, height, width] and int64 labels [batch].
+
+    Args:
+        paths: the files, known to be decodable.
+        labels: integers [images].
+        how: how pictures become images.
+        channels: 1 (grey) or 3.
+        sizes: patches of each image, int64 [images].
+        pixel_sums: int64 [images, 2, channels].
+        kept: the images themselves; None: they are read from the files.
+    """
+
+    fitted = True
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        labels: Tensor,
+        how: OwnSize,
+        channels: int,
+        sizes: Tensor,
+        pixel_sums: Tensor,
+        kept: Sequence[Tensor] | None,
+    ) -> None:
+        self.paths, self.labels, self.how = list(paths), labels, how
+        self.channels, self.sizes, self.pixel_sums, self.kept = channels, sizes, pixel_sums, kept
+        self.size = round(math.sqrt(float(sizes.double().median()))) * how.patch_size
+        self.reads_files = kept is None
+
+    def fetch(self, rows: Tensor) -> Any:
+        """The images with these numbers, a list."""
+        return [self._read(row) for row in rows.tolist()]
+
+    def _read(self, row: int) -> Tensor:
+        if self.kept is not None:
+            return self.kept[row]
+        return to_channels(self.how.read(self.paths[row])[0][None], self.channels)[0]
+
+    def select(self, rows: Tensor) -> NativeImages:
+        part, numbers = copy(self), rows.tolist()
+        part.paths = [self.paths[row] for row in numbers]
+        part.labels, part.pixel_sums = self.labels[rows], self.pixel_sums[rows]
+        part.sizes = self.sizes[rows]
+        part.kept = None if self.kept is None else [self.kept[row] for row in numbers]
+        part.known_keys = None if self.known_keys is None else self.known_keys[rows]
+        return part
+
+    def sums(self) -> Tensor:
+        return self.pixel_sums.sum(dim=0)
+
+    @property
+    def num_pixels(self) -> int:
+        return int(self.sizes.sum()) * self.how.patch_size**2
+
+
+class NativeItems(BatchItems):
+    """Images by the lists of numbers that a sampler by tokens gives.
+
+    Args:
+        images: the set.
+        batch_tokens: patches of a batch, at most, for the sampler.
+    """
+
+    def __init__(self, images: NativeImages, batch_tokens: int) -> None:
+        self.images, self.batch_tokens = images, batch_tokens
+        self.labels, self.sizes, self.reads_files = images.labels, images.sizes, images.reads_files
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, numbers: Sequence[int] | Sequence[list[int]]) -> Any:
+        return self.images.__getitems__(torch.tensor(numbers).flatten().tolist())
+
+
+class NativePaths(BatchItems):
+    """Files to predict as a list of images of their own sizes and the list of their paths; a file
+    that cannot be read is named and left out."""
+
+    def __init__(self, paths: Sequence[str], how: OwnSize, channels: int) -> None:
+        self.paths, self.how, self.channels = list(paths), how, channels
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitems__(self, numbers: Sequence[int]) -> tuple[Any, list[str]]:
+        images, paths = [], []
+        for path in (self.paths[number] for number in numbers):
+            try:
+                image = self.how.read(path)[0]
+            except UndecodableImageError as error:
+                say(f"left out: {path} ({error})")
+                continue
+            images.append(to_channels(image[None], self.channels)[0])
+            paths.append(path)
+        none = torch.empty((0, self.channels, 0, 0), dtype=torch.uint8)
+        return (images or none), paths
+
+
+def read_native(
+    data: Any, splits: Mapping[str, Files], channels: int | None, how: OwnSize
+) -> dict[str, tuple[ImageSet, Tensor]]:
+    """Of each split its images, and the numbers of those that can be decoded; each file is decoded
+    once. As `read_splits`, for images of their own sizes.
+
+    Raises:
+        UserError: see `report_failures`.
+    """
+    left = memory_bytes(data.memory_gb, data.trainer)
+    found: dict[str, tuple[ImageSet, Tensor]] = {}
+    keys = []
+    for split, files in splits.items():
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            looked: list[Any] = [None] * len(files.paths)
+            steps = pool.map(partial(_look_at, how, files.paths, looked), range(len(looked)))
+            deque(with_progress(steps, len(looked), f"{split} images"), maxlen=0)
+        by_path = zip(files.paths, looked, strict=True)
+        failures = {path: one for path, one in by_path if isinstance(one, str)}
+        report_failures(
+            failures, split, len(looked), given=split != "train", skip_corrupt=data.skip_corrupt
+        )
+        good = [number for number, one in enumerate(looked) if not isinstance(one, str)]
+        seen: list[_Look] = [looked[number] for number in good]
+        shrunk = [files.paths[number] for number, one in zip(good, seen, strict=True) if one.shrunk]
+        if shrunk:
+            say_once(
+                f"{split}: {len(shrunk):,} of {len(looked):,} images have more than "
+                f"{how.max_tokens:,} patches and are shrunk to that: {shrunk[0]}"
+                f"{', …' if len(shrunk) > 1 else ''}; data.max_image_tokens"
+            )
+        channels = channels or (1 if all(one.grey for one in seen) else 3)
+        paths = [files.paths[number] for number in good]
+        sizes = torch.tensor([one.size for one in seen])
+        sums = torch.stack([one.sums for one in seen])[:, :, :channels].clone()
+        labels = torch.tensor(files.labels, dtype=torch.int64)[good]
+        needed = float(sizes.sum()) * how.patch_size**2 * channels
+        kept = None
+        if needed <= left:
+            left -= needed
+            kept = [
+                to_channels(how.read(path)[0][None], channels)[0].contiguous() for path in paths
+            ]
+        images = NativeImages(paths, labels, how, channels, sizes, sums, kept)
+        images.known_keys = torch.cat([one.key for one in seen])
+        keys.append(images.known_keys)
+        found[split] = images, torch.arange(len(images))
+    count = len(found["train"][0]) if "train" in found else 0
+    data.first_of_equal = first_of_equal(torch.cat(keys))[:count]
+    return found
+
+
+class _Look(NamedTuple):
+    """What is known of a file: its patches, sums of pixels, whether it is grey, its key."""
+
+    size: int
+    sums: Tensor
+    grey: bool
+    key: Tensor
+    shrunk: bool
+
+
+def _look_at(how: OwnSize, paths: Sequence[str], looked: list[Any], number: int) -> int:
+    """Put what is known of a file, or why it cannot be read, in its place; one file is done."""
+    try:
+        image, shrunk = how.read(paths[number])
+    except UndecodableImageError as error:
+        looked[number] = str(error)
+        return 1
+    size = image.shape[1] * image.shape[2] // how.patch_size**2
+    grey, key = bool((image == image[:1]).all()), keys_of([Path(paths[number]).read_bytes()])
+    looked[number] = _Look(size, pixel_sums(image[None])[0], grey, key, shrunk)
+    return 1
+
+
+def crop_patches(image: Tensor, min_area: float, patch_size: int) -> Tensor:
+    """A random part of an image, of about the image's proportion, of whole patches and at least
+    about this share of its area; nothing is resized, so a smaller part has fewer tokens."""
+    grid = image.shape[-2] // patch_size, image.shape[-1] // patch_size
+    side = math.sqrt(min_area + (1 - min_area) * float(torch.rand(())))
+    height, width = (max(1, round(count * side)) * patch_size for count in grid)
+    top = int(torch.randint(image.shape[-2] - height + 1, ()))
+    left = int(torch.randint(image.shape[-1] - width + 1, ()))
+    return image[..., top : top + height, left : left + width]
+
+
+def side_by_side(images: Sequence[Tensor], size: Sequence[int]) -> tuple[Tensor, list[str]]:
+    """Images of their own sizes as one tensor, as a page shows them, and what a reader should know
+    of it: one image, or several of one size, stay as they are; others are brought to `size`."""
+    if len({image.shape for image in images}) == 1:
+        return torch.stack(list(images)), []
+    note = f"images of different sizes are shown, and explained, at {size[0]} × {size[1]} pixels"
+    resized = [F.resize(image, list(size), antialias=True) for image in images]
+    return torch.stack(resized), [note]
+
+
+def check_native(data: Any) -> None:
+    """UserError if the module in the trainer takes no images of their own sizes."""
+    module = module_of(data)
+    if module is None:
+        return
+    model = getattr(module, "model", None)
+    if not getattr(model, "native", False):
+        raise UserError(
+            f"data.native: {type(model).__name__} takes images of one size alone; expected "
+            "attnkit.ViT with model.native=true"
+        )
+    if getattr(module, "mix", None) is not None:
+        raise UserError(
+            "module.mixup, module.cutmix: they mix images of one size, and those of "
+            "data.native=true have their own; expected 0"
+        )
+    patch = tuple(model.patch_embed.patch_size)
+    if patch != (data.patch_size, data.patch_size):
+        raise UserError(
+            f"data.patch_size: got {data.patch_size}, but the model has patches of "
+            f"{patch[0]} × {patch[1]}; data.patch_size={patch[0]}"
+        )

@@ -1,0 +1,195 @@
+"""Folders of images that keep their own sizes: `data.native=true`."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from attnkit import ViT
+from attnkit.lightning.errors import UserError
+from attnkit.tasks.image_classification import ImageClassification, ImageFolderData
+from attnkit.tasks.images.decode import UndecodableImageError
+from attnkit.tasks.images.native import NativePaths, OwnSize, crop_patches
+from attnkit.tasks.tokens import TokenSampler
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """23 pictures a class, with sides of 5 to 46 pixels."""
+    rng = np.random.default_rng(0)
+    for name in ("dots", "stripes"):
+        (tmp_path / name).mkdir()
+        for number in range(23):
+            height, width = rng.integers(5, 47, 2)
+            y, x = np.mgrid[:height, :width]
+            waves = np.sin(x / 2) * (np.sin(y / 2) if name == "dots" else 1)
+            pixels = (127 + 100 * waves + rng.normal(0, 9, waves.shape)).clip(0, 255)
+            Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / name / f"{number:02}.png")
+    return tmp_path
+
+
+def ready(folder, **options):
+    options = {"native": True, "max_tokens": 211, "patch_size": 5, "num_workers": 0, **options}
+    data = ImageFolderData(folder, val_fraction=0.2, test_fraction=0.2, **options)
+    data.setup()
+    return data
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "grid"),
+    [(50, 20, (5, 2)), (54, 26, (5, 3)), (10, 10, (1, 1)), (990, 990, (7, 7)), (2000, 100, (32, 2)),
+     (10, 9000, (1, 50)), (5000, 90, (50, 1))],
+)  # fmt: skip
+def test_sides_are_whole_patches_and_large_pictures_shrink(height, width, grid):
+    how = OwnSize(10, 50)
+    if grid == (32, 2):
+        grid = (25, 2)  # rounding would give 64 patches
+    found = how.grid(height, width)
+    assert found[0] * found[1] <= 50
+    assert found == grid
+
+
+def test_a_side_below_a_patch_is_refused():
+    with pytest.raises(UndecodableImageError, match=r"30 × 9 pixels, .* below the patch of 10"):
+        OwnSize(10, 50).grid(9, 30)
+
+
+@pytest.mark.parametrize("memory_gb", [None, 0])
+def test_batches_keep_sizes_and_stay_within_max_tokens(folder, memory_gb):
+    data = ready(folder, memory_gb=memory_gb, augment=None)
+    assert data.sets["train"].reads_files is (memory_gb == 0)
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+        shapes = set()
+        for images, labels in loader:
+            assert len(images) == len(labels)
+            assert sum(one.shape[1] * one.shape[2] // 25 for one in images) <= 211
+            shapes |= {one.shape for one in images}
+            assert all(one.shape[0] == 1 and one.shape[1] % 5 == one.shape[2] % 5 == 0
+                       for one in images)  # fmt: skip
+        assert len(shapes) > 3
+    seen = [int(label) for _, labels in data.train_dataloader() for label in labels]
+    assert len(seen) == len(data.sets["train"])
+    mean, std = data.sets["train"].mean_and_std()
+    pixels = torch.cat([one.flatten() for one in data.sets["train"].fetch(torch.arange(len(seen)))])
+    assert mean[0] == pytest.approx(float(pixels.double().mean()) / 255)
+    assert std[0] == pytest.approx(float(pixels.double().std(correction=0)) / 255)
+
+
+def test_ranks_share_an_epoch_and_an_epoch_starts_in_its_middle(folder):
+    items = ready(folder).items("train")
+    samplers = [TokenSampler(items, 2, rank, seed=7) for rank in range(2)]
+    lists = [list(sampler) for sampler in samplers]
+    assert len(lists[0]) == len(lists[1]) == len(samplers[0])
+    assert sorted(n for part in lists for batch in part for n in batch) == list(range(len(items)))
+    samplers[0].start = 1
+    assert list(samplers[0]) == lists[0][1:]
+
+
+def test_training_images_are_parts_of_whole_patches():
+    torch.manual_seed(0)
+    image = torch.arange(40 * 60).reshape(1, 40, 60)
+    sizes = set()
+    for _ in range(50):
+        part = crop_patches(image, 0.3, 5)
+        height, width = part.shape[1:]
+        assert height % 5 == width % 5 == 0
+        assert height * width >= 0.2 * 40 * 60
+        first = int(part[0, 0, 0])
+        rows, columns = divmod(first, 60)
+        torch.testing.assert_close(part, image[:, rows : rows + height, columns : columns + width])
+        sizes.add((height, width))
+    assert len(sizes) > 4
+
+
+def test_broken_and_tiny_files_are_named_and_left_out(folder, capsys):
+    (folder / "dots" / "broken.png").write_bytes(b"no picture")
+    Image.new("L", (30, 3)).save(folder / "dots" / "flat.png")
+    with pytest.raises(UserError, match=r"2 of 48 files cannot .*\n.*broken.*flat.* patch of 5"):
+        ready(folder)
+    data = ready(folder, skip_corrupt=True)
+    assert sum(map(len, data.sets.values())) == 46
+    capsys.readouterr()
+    ready(folder, skip_corrupt=True, max_image_tokens=20)
+    assert "more than 20 patches and are shrunk to that" in capsys.readouterr().err
+    paths = sorted(map(str, (folder / "dots").iterdir()))
+    images, left = NativePaths(paths, OwnSize(5, 50), 1).__getitems__(range(len(paths)))
+    assert len(images) == len(left) == 23
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"native": False, "max_tokens": 50}, "max_tokens: needs native=True, got 50"),
+        ({"native": False, "max_tokens": None, "patch_size": 5}, "patch_size: needs native"),
+        ({"sampling": "balanced"}, "sampling: not with native=True"),
+        ({"drop_last": True}, "drop_last: not with native=True"),
+        ({"crop_pct": 0.9}, "crop_pct: not with native=True"),
+        ({"max_image_tokens": 150}, "at most half of max_tokens=211, got 150"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(folder, options, message):
+    options = {"native": True, "max_tokens": 211, **options}
+    with pytest.raises(ValueError, match=message):
+        ImageFolderData(folder, **options)
+
+
+def module_for(data, **options):
+    facts = data.describe()
+    native, patch = facts.pop("native"), facts.pop("patch_size")
+    model = ViT(
+        image_size=facts["image_size"], patch_size=patch, in_channels=facts["in_channels"],
+        num_classes=2, dim=24, depth=2, num_heads=3, native=native,
+    )  # fmt: skip
+    return ImageClassification(model, **facts, **options)
+
+
+def test_a_batch_is_classified_as_its_images_alone(folder):
+    data = ready(folder)
+    module = module_for(data).eval()
+    images, labels = next(iter(data.val_dataloader()))
+    together = module.predict_step((images, labels), 0)
+    alone = [module.predict_step((one[None], label[None]), 0)
+             for one, label in zip(images, labels, strict=True)]  # fmt: skip
+    assert together["truth"] == [one["truth"][0] for one in alone]
+    torch.testing.assert_close(
+        together["probability"], [one["probability"][0] for one in alone], rtol=1e-5, atol=1e-5
+    )
+    assert module.explained((images[:1], labels[:1])).inputs.shape[1:] == images[0].shape
+    several = module.explained((images, labels))
+    assert len(several.inputs) == len(images)
+    assert "images of different sizes" in several.notes[0]
+
+
+def test_commands_train_test_and_predict(folder, tmp_path_factory, capfd):
+    from attnkit.launch.main import main
+
+    out = tmp_path_factory.mktemp("runs")
+    common = [
+        "task=vit", "data=image_folder", f"data.root={folder}", "data.native=true",
+        "data.max_tokens=211", "data.patch_size=5", "trainer.accelerator=cpu", "data.num_workers=0",
+        "model.dim=24", "model.depth=2", "model.patch_dropout=0.2", "model.drop_path=0.1",
+    ]  # fmt: skip
+    assert main([*common, "trainer.max_epochs=2", f"run_dir={out}/whole"]) in (0, None)
+    text = capfd.readouterr()
+    assert "images of their own sizes" in text.out + text.err
+    results = json.loads((out / "whole" / "results.json").read_text())
+    assert results["test/accuracy"] >= 0
+    predict = ["run=predict", f"ckpt={out}/whole", f"images={folder}", f"run_dir={out}/p"]
+    assert main(predict) in (0, None)
+    assert len((out / "p" / "predictions.csv").read_text().splitlines()) == 47
+
+
+def test_a_model_of_one_size_is_refused(folder):
+    data = ready(folder)
+    module = module_for(data)
+    module.model.native = False
+
+    class Trainer:
+        lightning_module = module
+        world_size, global_rank = 1, 0
+
+    data.trainer = Trainer()
+    with pytest.raises(UserError, match="ViT takes images of one size alone"):
+        data.setup("fit")
