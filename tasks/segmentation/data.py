@@ -3,17 +3,17 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnkit.core.arguments import at_least, up_to_1
-from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import PlacedSampler
 from attnkit.tasks.images.data import SplitImages, check_fits_module, follow_module, module_of
 from attnkit.tasks.images.sizes import checked_size, default_image_size, default_patch_size, sides
-from attnkit.tasks.segmentation.sets import IGNORED, MaskedImages, Pairs, augmented, resized
+from attnkit.tasks.segmentation.sets import MaskedImages, Pairs, augmented, resized
 from attnkit.tasks.summary import image_lines, split_line
 
 
@@ -89,6 +89,7 @@ class SegmentationDataModule(SplitImages):
             given, names = self.load()
             self.sets = self.with_missing_splits(given)
             self.class_names = list(names)
+            self.__dict__.pop("statistics", None)  # of other sets
             first = next(iter(self.sets.values()))
             self.in_channels = getattr(module, "in_channels", None) or first.channels
             if self.image_size is None:
@@ -110,7 +111,7 @@ class SegmentationDataModule(SplitImages):
     def describe(self) -> dict[str, Any]:
         """What a model and `SemanticSegmentation` need to know; plain values, after `setup`."""
         assert self.image_size is not None
-        mean, std, _ = self.sets["train"].statistics(len(self.class_names))
+        mean, std, _ = self.statistics
         return {
             "image_size": self.image_size,
             "patch_size": default_patch_size(self.image_size),
@@ -126,7 +127,12 @@ class SegmentationDataModule(SplitImages):
     @property
     def class_counts(self) -> Tensor:
         """How many training pixels each class has, of up to a thousand pictures; after `setup`."""
-        return self.sets["train"].statistics(len(self.class_names))[2]
+        return self.statistics[2]
+
+    @cached_property
+    def statistics(self) -> tuple[list[float], list[float], Tensor]:
+        """Those of the training images, see `MaskedImages.statistics`."""
+        return self.sets["train"].statistics(len(self.class_names))
 
     def summary(self) -> list[str]:
         """What was found, in a few lines; after `setup`."""
@@ -145,8 +151,3 @@ class SegmentationDataModule(SplitImages):
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.seed))
         return [p.sort().values for p in order.split([len(train) - sum(counts), *counts])]
 
-
-def check_classes(names: Sequence[str]) -> None:
-    """UserError unless masks of 8 bits can hold the classes."""
-    if not 2 <= len(names) <= IGNORED:
-        raise UserError(f"data: expected 2 to {IGNORED} classes of pixels, got {len(names)}")
