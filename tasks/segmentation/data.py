@@ -138,7 +138,9 @@ class SegmentationDataModule(SplitImages):
         """What was found, in a few lines; after `setup`."""
         counts = {split: len(pairs) for split, pairs in self.sets.items()}
         pixels = self.class_counts.double()
-        shares = [f"{n} {p:.1%}" for n, p in zip(self.class_names, pixels / pixels.sum())]
+        shares = [
+            f"{n} {p:.1%}" for n, p in zip(self.class_names, pixels / pixels.sum(), strict=True)
+        ]
         return [
             split_line("images", counts, f" with {len(self.class_names)} classes of pixels"),
             *(f"  {', '.join(shares[at : at + 8])}" for at in range(0, min(len(shares), 40), 8)),
@@ -150,4 +152,3 @@ class SegmentationDataModule(SplitImages):
         counts = [round(fraction * len(train)) for fraction in fractions]
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.seed))
         return [p.sort().values for p in order.split([len(train) - sum(counts), *counts])]
-

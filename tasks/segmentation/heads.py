@@ -105,9 +105,7 @@ class ConvolutionalHead(Head):
         self.classify = nn.Conv2d(dim, num_classes, 1)
 
     def forward(self, features: Features) -> Logits:
-        maps = [
-            resample(self.maps(features[:, n])) for n, resample in enumerate(self.resample)
-        ]
+        maps = [resample(self.maps(features[:, n])) for n, resample in enumerate(self.resample)]
         fused = self.fuse[-1](maps[-1])
         for fuse, finer in zip(reversed(self.fuse[:-1]), reversed(maps[:-1]), strict=True):
             coarse = functional.interpolate(fused, finer.shape[-2:], mode="bilinear")

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from attnkit.tasks.images.data import fit_of
 from attnkit.tasks.images.decode import UndecodableImageError, as_tensor, read_picture
 from attnkit.tasks.images.folder import say
 from attnkit.tasks.images.predict import ImagePaths, PredictData
-from attnkit.tasks.images.data import fit_of
 
 
 class PicturePaths(ImagePaths):

@@ -33,9 +33,7 @@ class SegmentationReport(ClassReport):
         opacity: of the colours of an overlay, from 0 to 1.
     """
 
-    def __init__(
-        self, folder: str | Path, *, num_examples: int = 8, opacity: float = 0.5
-    ) -> None:
+    def __init__(self, folder: str | Path, *, num_examples: int = 8, opacity: float = 0.5) -> None:
         super().__init__(folder)
         at_least(0, num_examples=num_examples)
         if not 0 <= opacity <= 1:

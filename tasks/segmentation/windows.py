@@ -30,8 +30,7 @@ def slide(
         grown = functional.pad(images.float(), (0, beside, 0, below), mode="replicate")
         images = grown.to(images.dtype)
     tops, lefts = (
-        _starts(size, side, overlap)
-        for size, side in zip(images.shape[-2:], window, strict=True)
+        _starts(size, side, overlap) for size, side in zip(images.shape[-2:], window, strict=True)
     )
     total: Tensor | None = None
     for top in tops:
