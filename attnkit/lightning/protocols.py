@@ -116,9 +116,14 @@ def by_turns(labels: Sequence[int], count: int) -> list[int]:
 
 
 def num_rows(batch: Any) -> int:
-    """How many a batch has, by its first tensor."""
+    """How many a batch has, by its first tensor or list of tensors."""
     if isinstance(batch, Tensor):
         return len(batch)
     values = batch.values() if isinstance(batch, Mapping) else batch
     some = values if isinstance(values, Iterable) else ()
-    return next((len(value) for value in some if isinstance(value, Tensor) and value.ndim), 0)
+    return next((len(value) for value in some if _is_tensors(value)), 0)
+
+
+def _is_tensors(value: Any) -> bool:
+    tensor = value[0] if isinstance(value, list) and value else value
+    return isinstance(tensor, Tensor) and (tensor is not value or tensor.ndim > 0)

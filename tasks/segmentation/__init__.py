@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from attnkit.tasks.segmentation.module import dice_loss as dice_loss
     from attnkit.tasks.segmentation.predict import PicturesToSegment as PicturesToSegment
     from attnkit.tasks.segmentation.queries import QueryHead as QueryHead
-    from attnkit.tasks.segmentation.queries import RegionOfQuery as RegionOfQuery
     from attnkit.tasks.segmentation.report import SegmentationReport as SegmentationReport
     from attnkit.tasks.segmentation.scenes import SceneMasksData as SceneMasksData
     from attnkit.tasks.segmentation.segmenter import Segmenter as Segmenter

@@ -14,7 +14,7 @@ from attnkit.tasks.segmentation.heads import Features, Head, Logits
 
 
 @dataclass(frozen=True, eq=False)
-class RegionOfQuery(Mask):
+class _RegionOfQuery(Mask):
     """Each query sees the patches of its own region; everything else sees everything.
 
     The tokens are the queries, then prefix tokens, then the patches.
@@ -45,7 +45,7 @@ class QueryHead(Head):
     """One learned query for each class, which passes the last blocks of the backbone together with
     the patches (Kerssies et al., Your ViT is Secretly an Image Segmentation Model, 2025: EoMT).
 
-        tokens = block([queries, tokens], RegionOfQuery)     for each of the last blocks
+        tokens = block([queries, tokens], _RegionOfQuery)     for each of the last blocks
         logits[class] = mlp(query of the class) · upscale(patches)
 
     In training a query sees in some of the blocks only the patches that the answer so far gives its
@@ -111,11 +111,11 @@ class QueryHead(Head):
         logits = torch.einsum("bkd,bdhw->bkhw", self.mlp(tokens[:, :count]), pixels)
         return self.enlarged(logits)
 
-    def _regions(self, logits: Logits) -> RegionOfQuery:
+    def _regions(self, logits: Logits) -> _RegionOfQuery:
         coarse = functional.interpolate(logits.detach(), self.grid, mode="bilinear")
         classes = torch.arange(len(self.queries), device=logits.device)
         regions = coarse.argmax(dim=1, keepdim=True) == classes[:, None, None]
-        return RegionOfQuery(regions.flatten(2), self.num_prefix_tokens)
+        return _RegionOfQuery(regions.flatten(2), self.num_prefix_tokens)
 
 
 class _Double(nn.Sequential):
@@ -127,4 +127,4 @@ class _Double(nn.Sequential):
         super().__init__(grown, nn.GELU(), within, nn.GroupNorm(1, dim))
 
 
-register(RegionOfQuery)
+register(_RegionOfQuery)

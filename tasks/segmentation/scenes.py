@@ -52,6 +52,12 @@ class SceneMasksData(SegmentationDataModule):
         }
         return sets, ["background", *SHAPES, "digit"]
 
+    def describe(self) -> dict[str, Any]:
+        """As `SegmentationDataModule.describe`; 8 patches a side suffice where they are whole."""
+        found = super().describe()
+        side, _ = sides(found["image_size"])
+        return {**found, "patch_size": side // 8 if side % 8 == 0 else found["patch_size"]}
+
 
 def draw_scenes(
     split: str, count: int, side: int, digits: dict[str, np.ndarray], seed: int

@@ -14,11 +14,11 @@ from attnkit.tasks.segmentation import (
     ConvolutionalHead,
     LinearHead,
     QueryHead,
-    RegionOfQuery,
     Segmenter,
     SemanticSegmentation,
     dice_loss,
 )
+from attnkit.tasks.segmentation.queries import _RegionOfQuery as RegionOfQuery
 from attnkit.tasks.segmentation.windows import slide
 
 HEADS = {
