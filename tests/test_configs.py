@@ -204,7 +204,7 @@ def _arranged(run, graph_files, tmp_path, monkeypatch):
             command += _captions(data, tmp_path / "captions")
     elif chosen["task"] == "segmentation":
         timm = chosen.get("backbone") == "timm"
-        command.append("backbone.name=test_vit" if timm else "backbone.dim=16")
+        command.append("backbone.name=test_vit" if timm else "backbone.dim=24")
         if data == "segmentation_files":
             command.append(f"data.root={_masks(tmp_path / 'masked')}")
         else:
@@ -266,11 +266,11 @@ def _images(root):
 
 def _masks(root):
     for number in range(9):
-        for folder, mode in (("images", "RGB"), ("masks", "L")):
+        picture = Image.effect_mandelbrot((32, 32), (-2, -1, 1, 1), number + 2)
+        mask = picture.point(lambda value: int(value > 40))
+        for folder, made in (("images", picture.convert("RGB")), ("masks", mask)):
             (root / folder).mkdir(parents=True, exist_ok=True)
-            Image.effect_mandelbrot((32, 32), (-2, -1, 1, 1), number + 2).point(
-                lambda value: value if mode == "RGB" else int(value > 40)
-            ).convert(mode).save(root / folder / f"{number}.png")
+            made.save(root / folder / f"{number}.png")
     return root
 
 

@@ -121,7 +121,8 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
                 **super().metrics()}  # fmt: skip
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if hasattr(head := getattr(self.model, "head", None), "anneal"):
+        head: Any = getattr(self.model, "head", None)
+        if hasattr(head, "anneal"):
             total = self.trainer.estimated_stepping_batches
             head.anneal(min(1.0, self.trainer.global_step / total))
 
@@ -164,7 +165,8 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
 
     def on_test_epoch_end(self) -> None:
         super().on_test_epoch_end()
-        self.class_scores = [RegionScore(s.name, iou_of(s.f1), *s[1:]) for s in self.class_scores]
+        scores: Any = [RegionScore(s.name, iou_of(s.f1), *s[1:]) for s in self.class_scores]
+        self.class_scores = scores
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, list[Any]]:
         """The classes of each picture's pixels, in the attribute `predicted`.

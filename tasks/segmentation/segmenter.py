@@ -48,10 +48,11 @@ class Segmenter(nn.Module):
             given["patch_size"] = patch_size
         network = backbone(**given, num_classes=0)
         try:
-            self.backbone = network if isinstance(network, ViT) else from_timm(network)
+            found: Any = network if isinstance(network, ViT) else from_timm(network)
         except (TypeError, ValueError) as error:
             raise ValueError(f"backbone: expected a Vision Transformer: {error}") from error
-        self.head = decoder(self.backbone, num_classes=num_classes)
+        self.backbone: Any = found
+        self.head: Any = decoder(found, num_classes=num_classes)
 
     def forward(self, images: Images) -> Annotated[Tensor, "batch classes height width"]:
         """Logits of every pixel; of a head with several answers in training, those of each, with

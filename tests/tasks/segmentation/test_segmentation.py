@@ -1,4 +1,4 @@
-"""Heads, losses, windows and the module of segmentation, on small networks that are really trained."""
+"""Heads, losses, windows and the module of segmentation, on small networks that are trained."""
 
 from functools import partial
 

@@ -57,8 +57,8 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(trained, tmp_path):
     half = tmp_path / "half"
     command = [*TINY, "data.horizontal_flip=0.5", "scheduler=constant"]
     assert main([*command, f"run_dir={tmp_path / 'whole'}"]) == 0
-    assert main([*command, f"run_dir={half}", "trainer.max_steps=11"]) == 0
-    assert main([f"resume={half}", "trainer.max_steps=-1"]) == 0
+    assert main([*command, f"run_dir={half}", "trainer.max_epochs=1"]) == 0
+    assert main([f"resume={half}", "trainer.max_epochs=2"]) == 0
     states = [
         torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
         for folder in (tmp_path / "whole", half)
