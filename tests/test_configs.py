@@ -42,6 +42,7 @@ WHOLE = [
     "task=spatial model=cnn backbone=resnet attention=spatial callbacks=ema trainer=auto",
     "task=captioning model=captioner data=scenes callbacks=looks trainer=cpu",
     "task=vit level=image_values data=image_csv trainer=cpu",
+    "task=segmentation model=segmenter backbone=vit decoder=linear data=scene_masks trainer=cpu",
     "task=graph level=node model=gatv2 data=digits_graph callbacks=default trainer=cpu",
     "task=graph level=link model=gatv2 data=digits_graph trainer=cpu",
     "task=graph level=graph model=gps data=digit_grids trainer=cpu",
@@ -83,6 +84,8 @@ TRAINED = [
     "task=captioning encoder=cnn decoder=transformer data=caption_csv finetune=bitfit trainer=cpu",
     "task=captioning encoder=timm decoder=lstm data=coco_captions trainer=cpu",
     "task=captioning encoder=vit decoder=lstm_hard data=karpathy finetune=lora trainer=cpu",
+    "task=segmentation decoder=convolutional data=segmentation_files finetune=lora trainer=cpu",
+    "task=segmentation decoder=queries backbone=timm finetune=head trainer=cpu",
     pytest.param("task=vit model=vit_base trainer=cpu", marks=pytest.mark.slow),
     *(pytest.param(run, marks=pytest.mark.slow) for run in _experiments()),
 ]
@@ -200,6 +203,13 @@ def _arranged(run, graph_files, tmp_path, monkeypatch):
             command += ["data.num_train=9", "data.num_val=3", "data.num_test=3"]
         else:
             command += _captions(data, tmp_path / "captions")
+    elif chosen["task"] == "segmentation":
+        timm = chosen.get("backbone") == "timm"
+        command.append("backbone.name=test_vit" if timm else "backbone.dim=24")
+        if data == "segmentation_files":
+            command.append(f"data.root={_masks(tmp_path / 'masked')}")
+        else:
+            command += ["data.num_train=9", "data.num_val=3", "data.num_test=3"]
     elif chosen["task"] in ("spatial", "channel"):
         timm = chosen.get("backbone") == "timm"
         command.append("backbone.name=test_resnet" if timm else "backbone.num_blocks=1")
@@ -258,6 +268,16 @@ def _images(root):
             Image.new("RGB", (19, 17), (number * 30, 70, 110)).save(
                 root / "train" / name / f"{number}.png"
             )
+    return root
+
+
+def _masks(root):
+    for number in range(9):
+        picture = Image.effect_mandelbrot((32, 32), (-2, -1, 1, 1), number + 2)
+        mask = picture.point(lambda value: int(value > 40))
+        for folder, made in (("images", picture.convert("RGB")), ("masks", mask)):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+            made.save(root / folder / f"{number}.png")
     return root
 
 

@@ -280,6 +280,21 @@ class ViT(nn.Module):
             return list(self.norm(found).split(lengths))
         return self.norm(self._encode(images, only_class_token=False))
 
+    def layers(
+        self, images: Images, numbers: Sequence[int]
+    ) -> list[Annotated[Tensor, "batch tokens dim"]]:
+        """All tokens, as `tokens` gives them, after the blocks with these numbers, in their order.
+
+        The first block is 0. Each is normalized by the norm after the last.
+        """
+        self._check_size(images)
+        tokens, rotation = self._embed(images)
+        found = []
+        for number, block in enumerate(self.blocks[: max(numbers) + 1]):
+            tokens = block(tokens, positions=rotation)
+            found += [self.norm(tokens)] if number in numbers else []
+        return found
+
     def resize(
         self,
         image_size: int | tuple[int, int] | None = None,
@@ -316,12 +331,15 @@ class ViT(nn.Module):
         names |= {"factorized_positions.row_table", "factorized_positions.column_table"}
         return names & {name for name, _ in self.named_parameters()}
 
-    def _encode(self, images: Tensor, *, only_class_token: bool) -> Tensor:
+    def _check_size(self, images: Tensor) -> None:
         if tuple(images.shape[-2:]) != self.image_size and not self.native:
             raise ValueError(
                 f"images: expected {self.image_size[0]} x {self.image_size[1]} pixels, "
                 f"got {list(images.shape)}; resize() makes the model take another size"
             )
+
+    def _encode(self, images: Tensor, *, only_class_token: bool) -> Tensor:
+        self._check_size(images)
         tokens, rotation = self._embed(images)
         *blocks, last = self.blocks
         for block in blocks:

@@ -71,7 +71,7 @@ class ScenesData(CaptionDataModule):
 
     def load(self) -> Mapping[str, CaptionSet]:
         side, _ = sides(self.image_size or 48)
-        train, val, test = self._handwriting()
+        train, val, test = handwriting(self.seed)
         parts = zip(self.counts.items(), (train, val, test, test), strict=True)
         return {
             split: compose(split, count, side, digits, self.seed)
@@ -91,17 +91,18 @@ class ScenesData(CaptionDataModule):
         images = scenes.images.fetch(torch.arange(len(scenes)))
         return Truth(images, scenes.others["masks"], objects_of=objects_of)
 
-    def _handwriting(self) -> list[dict[str, np.ndarray]]:
-        """Name of a digit to images uint8 [images, 8, 8], of each split."""
-        from sklearn.datasets import load_digits  # half a second that other data need not wait
 
-        found = load_digits()
-        images = np.rint(found.images * (255 / 16)).astype(np.uint8)  # 17 grey values, 0 to 16
-        parts = stratified_split(torch.from_numpy(found.target), _DIGIT_FRACTIONS, self.seed)
-        return [
-            {name: images[part][found.target[part] == number] for number, name in enumerate(DIGITS)}
-            for part in (rows.numpy() for rows in parts)
-        ]
+def handwriting(seed: int) -> list[dict[str, np.ndarray]]:
+    """Name of a digit to images uint8 [images, 8, 8], of train, val and test."""
+    from sklearn.datasets import load_digits  # half a second that other data need not wait
+
+    found = load_digits()
+    images = np.rint(found.images * (255 / 16)).astype(np.uint8)  # 17 grey values, 0 to 16
+    parts = stratified_split(torch.from_numpy(found.target), _DIGIT_FRACTIONS, seed)
+    return [
+        {name: images[part][found.target[part] == number] for number, name in enumerate(DIGITS)}
+        for part in (rows.numpy() for rows in parts)
+    ]
 
 
 def compose(

@@ -195,7 +195,7 @@ def pairs_of(scene):
 def test_handwriting_of_the_tests_is_not_trained_on(data, monkeypatch):
     parts = [
         {image.tobytes() for images in digits.values() for image in images}
-        for digits in data._handwriting()
+        for digits in scenes_data.handwriting(data.seed)
     ]
     assert sum(len(part) for part in parts) == 1797
     assert not parts[0] & parts[1]
@@ -217,7 +217,7 @@ def test_handwriting_of_the_tests_is_not_trained_on(data, monkeypatch):
 @pytest.mark.parametrize("side", [48, 97])
 def test_masks_and_places(side):
     random = Random(13)
-    handwriting = ScenesData()._handwriting()[0]
+    handwriting = scenes_data.handwriting(0)[0]
     for scene in scenes(200, compositional=True):
         picture = draw(scene, side, handwriting, random)
         assert picture.image.shape == (3, side, side)
@@ -263,7 +263,7 @@ def test_masks_have_the_colour_that_captions_name(data):
 
 
 def test_sizes_can_be_told():
-    random, handwriting = Random(17), ScenesData()._handwriting()[0]
+    random, handwriting = Random(17), scenes_data.handwriting(0)[0]
     sides = {size: [] for size in SIZES}
     for scene in scenes(200):
         masks = draw(scene, 48, handwriting, random).masks

@@ -46,7 +46,8 @@ class ClassReport(Callback):
         confusion = getattr(pl_module, "confusion", None)
         if not trainer.is_global_zero or scores is None:
             return
-        write_csv(self.folder / "per_class.csv", ("class", *ClassScore._fields[1:]), scores)
+        columns = (scores[0] if scores else ClassScore)._fields[1:]
+        write_csv(self.folder / "per_class.csv", ("class", *columns), scores)
         if confusion is not None:
             names = [score.name for score in scores]
             draw_confusion(confusion, names, self.folder / "confusion_matrix.png")
@@ -73,11 +74,10 @@ def show_class_scores(scores: Sequence[ClassScore], kind: str = "class") -> None
         title += f": the {_MAX_SHOWN} of {len(scores)} with the lowest F1"
     table = Table(title=title)
     table.add_column(kind)
-    for column in ClassScore._fields[1:]:
+    for column in scores[0]._fields[1:]:
         table.add_column(column, justify="right")
     for score in shown:
-        ratios = (score.precision, score.recall, score.f1)
-        texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in ratios]
+        texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in score[1:-1]]
         table.add_row(cell(score.name), *texts, str(score.support))
     say_table(table)
 

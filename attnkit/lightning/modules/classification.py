@@ -173,15 +173,19 @@ class ClassificationModule(TaskModule):
         super().on_train_start()
         if not self.is_balanced:
             return
-        labels = getattr(getattr(self.trainer, "datamodule", None), "train_labels", None)
-        if labels is None:
+        counts = self.class_counts()
+        if counts is None:
             raise UserError(
                 "module.class_weights: the data do not say how many samples each class has "
                 "(train_labels); give a list of weights"
             )
-        counts = torch.bincount(labels, minlength=self.num_classes)
-        weights = len(labels) / (self.num_classes * counts.clamp_min(1))
+        weights = counts.sum() / (self.num_classes * counts.clamp_min(1))
         self.class_weights = weights.float().to(self.device)
+
+    def class_counts(self) -> Tensor | None:
+        """How many training samples each class has; None where the data do not say."""
+        labels = getattr(getattr(self.trainer, "datamodule", None), "train_labels", None)
+        return None if labels is None else torch.bincount(labels, minlength=self.num_classes)
 
     def on_test_epoch_end(self) -> None:
         # Every process takes part in the sums.

@@ -1,0 +1,328 @@
+"""Your own pictures with masks: folders of files, and the usual ways to write masks."""
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageColor
+from torch import Tensor
+
+from attnkit.core.arguments import existing
+from attnkit.lightning.errors import RunError, UserError
+from attnkit.tasks.images.decode import (
+    UndecodableImageError,
+    as_tensor,
+    header_size,
+    keys_of,
+    read_picture,
+    to_channels,
+)
+from attnkit.tasks.images.folder import SPLIT_OF, list_images, say_once, say_skipped, shortened
+from attnkit.tasks.segmentation.data import SegmentationDataModule
+from attnkit.tasks.segmentation.sets import IGNORED, MaskedImages
+
+_TABLES = ("classes.csv", "class_dict.csv", "classes.txt")
+_MASKS = ("masks", "annotations", "labels")
+_NAMED = 3
+
+
+class Pair(NamedTuple):
+    """The files of a picture and of its mask."""
+
+    image: str
+    mask: str
+
+
+class Classes(NamedTuple):
+    """Which class a value of a mask means.
+
+    names: of the classes, by their numbers.
+    number_of: of each value the number of its class, 255 where pixels do not count. A value is a
+        number, or with `in_colours` 65536 · red + 256 · green + blue.
+    """
+
+    names: list[str]
+    number_of: dict[int, int]
+    in_colours: bool
+
+
+class SegmentationFilesData(SegmentationDataModule):
+    """Pictures in `root`/images/<split> and masks of the same names in `root`/masks/<split>.
+
+    Splits are called as in an `ImageFolderData`; what is not given is taken from train, and without
+    folders of splits all pictures are train. Suffixes may differ. The folder of masks may also be
+    called annotations or labels. A mask holds of each pixel the number of its class, grey or as the
+    number in a palette, or with a table of colours its colour. 255 does not count, unless masks
+    hold 0 and 255 alone, which are then two classes.
+
+    The table is `root`/classes.csv (or class_dict.csv): a column `name`; of colours `r`, `g`, `b`,
+    or `color` (#ff0000 or red); of numbers that are not 0, 1, 2, … in the order of the rows,
+    `value`. Or it is classes.txt, a name in each line. Without a table the classes are 0 to the
+    largest number in train.
+
+    All masks and the headers of pictures are read before training, and files again whenever a batch
+    needs them. `root` is never written to.
+
+    Args:
+        root: the folder.
+        classes: the table, if it lies elsewhere.
+        ignored: numbers of masks, or names of classes, whose pixels do not count, beside 255.
+        in_channels: 1 (grey) or 3 (RGB).
+        **options: as of `SegmentationDataModule`.
+
+    Raises:
+        ValueError: `root` or `classes` is not there.
+        UserError: in `setup`, a mask is missing, of another size than its picture, or holds what is
+            no class; the file is named.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        classes: str | Path | None = None,
+        ignored: Sequence[int | str] = (),
+        in_channels: int = 3,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if in_channels not in (1, 3):
+            raise ValueError(f"in_channels: expected 1 or 3, got {in_channels}")
+        self.root = existing("root", root, folder=True)
+        self.classes = None if classes is None else existing("classes", classes, folder=False)
+        self.ignored, self.channels = list(ignored), in_channels
+
+    def load(self) -> tuple[Mapping[str, MaskedImages], list[str]]:
+        splits = find_pairs(self.root)
+        beside = (self.root / name for name in _TABLES)
+        table = self.classes or next((path for path in beside if path.is_file()), None)
+        rows, in_colours = (None, False) if table is None else read_table(table)
+        with ThreadPoolExecutor() as threads:
+            found = {
+                pair: values
+                for pairs in splits.values()
+                for pair, values in zip(
+                    pairs, threads.map(lambda p: values_of(p, in_colours), pairs), strict=True
+                )
+            }
+        train = {value for pair in splits.get("train", ()) for value in found[pair]}
+        classes = chosen_classes(rows, in_colours, train, self.ignored)
+        for pair, values in found.items():
+            if unknown := [value for value in sorted(values) if value not in classes.number_of]:
+                raise UserError(_unknown(pair, unknown[0], classes, table))
+        sets = {
+            split: MaskedFiles(pairs, classes, self.channels, self.value_range)
+            for split, pairs in splits.items()
+        }
+        return sets, classes.names
+
+
+class MaskedFiles(MaskedImages):
+    """Pictures and masks that are decoded when they are asked for.
+
+    Args:
+        pairs: the files.
+        classes: what the values of masks mean.
+        channels: 1 (grey) or 3.
+        value_range: see `Fit`.
+    """
+
+    reads_files = True
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        classes: Classes,
+        channels: int,
+        value_range: Sequence[float] | None = None,
+    ) -> None:
+        self.pairs, self.depth, self.value_range = list(pairs), channels, value_range
+        known = sorted(classes.number_of.items())
+        self.values, self.numbers = np.array(known, dtype=np.int64).T
+        self.in_colours = classes.in_colours
+        self.rows = torch.arange(len(self.pairs))
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+        image, mask = self.pairs[self.rows[number]]
+        try:
+            picture = as_tensor(read_picture(image, value_range=self.value_range))
+        except UndecodableImageError as error:
+            raise RunError(f"{image} cannot be decoded: {error}") from error
+        values = read_mask(mask, self.in_colours)
+        places = np.searchsorted(self.values, values).clip(max=len(self.values) - 1)
+        if (self.values[places] != values).any() or values.shape != picture.shape[1:]:
+            raise RunError(f"{mask} or {image} changed while in use")
+        classes = torch.from_numpy(self.numbers[places].astype(np.uint8))
+        return to_channels(picture, self.depth), classes
+
+    def keys(self) -> Tensor:
+        return keys_of(Path(self.pairs[row].image).read_bytes() for row in self.rows.tolist())
+
+
+def find_pairs(root: Path) -> dict[str, list[Pair]]:
+    """The pictures of each split with their masks, sorted.
+
+    Raises:
+        UserError: there are no folders of pictures and masks, a split has no pictures, or pictures
+            without masks.
+    """
+    masks = next((root / name for name in _MASKS if (root / name).is_dir()), root / _MASKS[0])
+    for folder in (root / "images", masks):
+        if not folder.is_dir():
+            raise UserError(
+                f"data.root: {root} must hold images/<split> and masks/<split>; no folder {folder}"
+            )
+    names = sorted(entry.name for entry in os.scandir(root / "images") if entry.is_dir())
+    of_split = {SPLIT_OF[name.lower()]: name for name in names if name.lower() in SPLIT_OF}
+    if not of_split:
+        return {"train": _pairs(root / "images", masks)}
+    there = {SPLIT_OF.get(e.name.lower()): e.name for e in os.scandir(masks) if e.is_dir()}
+    return {
+        split: _pairs(root / "images" / of_split[split], masks / there.get(split, of_split[split]))
+        for split in ("train", "val", "test")
+        if split in of_split
+    }
+
+
+def _pairs(images: Path, masks: Path) -> list[Pair]:
+    skipped: list[str] = []
+    pictures = list_images(images, skipped)
+    say_skipped(images, skipped)
+    files = list_images(masks, []) if masks.is_dir() else []
+    mask_of = {os.path.splitext(os.path.relpath(path, masks))[0]: path for path in files}
+    stems = {path: os.path.splitext(os.path.relpath(path, images))[0] for path in pictures}
+    if not pictures:
+        raise UserError(f"data.root: no images under {images} that Pillow reads")
+    if missing := [path for path, stem in stems.items() if stem not in mask_of]:
+        raise UserError(
+            f"data.root: {len(missing)} of {len(pictures)} images have no mask of the same name in "
+            f"{masks}\n  {', '.join(shortened(missing, _NAMED))}"
+        )
+    if left := sorted(set(mask_of) - set(stems.values())):
+        said = ", ".join(shortened([mask_of[stem] for stem in left], _NAMED))
+        say_once(f"{masks}: {len(left)} masks of no image are not used: {said}")
+    return [Pair(path, mask_of[stem]) for path, stem in stems.items()]
+
+
+def read_table(path: Path) -> tuple[list[tuple[str, int]], bool]:
+    """Names of classes with their values, and whether these are colours.
+
+    Raises:
+        UserError: it cannot be read so; the line is named.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        if path.suffix == ".txt":
+            return [(name.strip(), n) for n, name in enumerate(file) if name.strip()], False
+        reader = csv.DictReader(file, skipinitialspace=True)
+        columns = {name.strip().lower(): name for name in reader.fieldnames or ()}
+        in_colours = {"r", "g", "b"} <= columns.keys() or "color" in columns
+        rows = []
+        for number, row in enumerate(reader):
+            try:
+                cells = {name: (row[column] or "").strip() for name, column in columns.items()}
+                if "color" in columns:
+                    colour = ImageColor.getrgb(cells["color"])[:3]
+                    value = _packed(*colour)
+                elif in_colours:
+                    value = _packed(*(int(cells[channel]) for channel in "rgb"))
+                else:
+                    value = int(cells["value"]) if "value" in cells else number
+                rows.append((cells["name"], value))
+            except (KeyError, ValueError) as error:
+                raise UserError(
+                    f"data.classes: {path}, line {reader.line_num}: expected the columns name, and "
+                    f"r, g, b or color or value, got {','.join(map(str, row.values()))}"
+                ) from error
+    return rows, in_colours
+
+
+def chosen_classes(
+    rows: list[tuple[str, int]] | None,
+    in_colours: bool,
+    train: set[int],
+    ignored: Sequence[int | str],
+) -> Classes:
+    """The classes of a table, or without one of the values in train.
+
+    Raises:
+        UserError: fewer than two are left, more than 255, or masks are of colours without a table.
+    """
+    is_binary = rows is None and train == {0, IGNORED}
+    if is_binary:
+        say_once("data: masks of 0 and 255 alone: 255 is a class")
+        rows = [("0", 0), ("1", IGNORED)]
+    if rows is None:
+        top = max((value for value in train if value != IGNORED), default=0)
+        if top > IGNORED:
+            raise UserError(
+                "data: a mask holds colours or numbers above 255; which class they mean is said by "
+                "a table\n  data.classes=FILE.csv with the columns name, and r, g, b or value"
+            )
+        rows = [(str(number), number) for number in range(top + 1)]
+    out = {str(item) for item in ignored}
+    kept = [(n, v) for n, v in rows if n not in out and (in_colours or str(v) not in out)]
+    if not 2 <= len(kept) <= IGNORED:
+        raise UserError(f"data: expected 2 to {IGNORED} classes of pixels, got {len(kept)}")
+    number_of = {} if in_colours or is_binary else {IGNORED: IGNORED}
+    number_of |= {int(i): IGNORED for i in out if i.isdigit()} if not in_colours else {}
+    number_of |= {value: IGNORED for _, value in rows}
+    number_of |= {value: number for number, (_, value) in enumerate(kept)}
+    return Classes([name for name, _ in kept], number_of, in_colours)
+
+
+def values_of(pair: Pair, in_colours: bool) -> set[int]:
+    """The values of a mask.
+
+    Raises:
+        UserError: a file cannot be read, or their sizes differ.
+    """
+    values = read_mask(pair.mask, in_colours)
+    size, (height, width) = header_size(pair.image), values.shape
+    try:  # a header does not know of EXIF's orientation
+        size = size if size == (width, height) else read_picture(pair.image).size
+    except UndecodableImageError as error:
+        raise UserError(f"data: {pair.image} cannot be decoded: {error}") from error
+    if size != (width, height):
+        raise UserError(
+            f"data: the mask {pair.mask} has {width} x {height} pixels, its image {pair.image} "
+            f"{size[0]} x {size[1]}"
+        )
+    return set(np.unique(values).tolist())
+
+
+def read_mask(path: str, in_colours: bool) -> np.ndarray:
+    """The values of a mask, int64 [height, width]; colours as one number each.
+
+    A file of colours whose three channels are equal holds numbers, unless a table names colours.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+            if in_colours or image.mode not in ("1", "L", "P", "I", "I;16", "I;16B"):
+                pixels = np.asarray(image.convert("RGB")).astype(np.int64)
+                is_grey = not in_colours and (pixels == pixels[..., :1]).all()
+                return pixels[..., 0] if is_grey else _packed(*np.moveaxis(pixels, -1, 0))
+            # one bit is 0 and 255, as other masks of two classes
+            whole = image.convert("L") if image.mode == "1" else image
+            return np.asarray(whole).astype(np.int64)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UserError(f"data: the mask {path} cannot be read: {error}") from error
+
+
+def _packed(red: Any, green: Any, blue: Any) -> Any:
+    return red * 65536 + green * 256 + blue
+
+
+def _unknown(pair: Pair, value: int, classes: Classes, table: Path | None) -> str:
+    said = f"#{value:06x}" if classes.in_colours else str(value)
+    where = "train" if table is None else str(table)
+    more = "" if classes.in_colours else f"; data.ignored=[{value}] leaves such pixels out"
+    return (
+        f"data: the mask {pair.mask} holds {said}, which is none of the {len(classes.names)} "
+        f"classes of {where}{more}"
+    )

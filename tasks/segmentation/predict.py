@@ -1,0 +1,34 @@
+"""Pictures to segment: a folder or a file, each at its own size."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from attnkit.tasks.images.data import fit_of
+from attnkit.tasks.images.decode import UndecodableImageError, as_tensor, read_picture
+from attnkit.tasks.images.folder import say
+from attnkit.tasks.images.predict import ImagePaths, PredictData
+
+
+class PicturePaths(ImagePaths):
+    """As `ImagePaths`, but a batch is a list of whole pictures, uint8 [3, height, width], and one
+    of their paths."""
+
+    def __getitems__(self, numbers: Sequence[int]) -> Any:
+        pictures, paths = [], []
+        for path in (self.paths[number] for number in numbers):
+            try:
+                pictures.append(as_tensor(read_picture(path, None, self.fit.value_range)))
+                paths.append(path)
+            except UndecodableImageError as error:
+                say(f"left out: {path} ({error})")
+        return pictures, paths
+
+
+class PicturesToSegment(PredictData):
+    """The images under a folder (at any depth) or one image file, for `Trainer.predict`.
+
+    As `PredictData`, but pictures keep their size: `PicturePaths`.
+    """
+
+    def images_at(self, paths: Sequence[str]) -> PicturePaths:
+        return PicturePaths(paths, fit_of(self), self.in_channels)

@@ -1,0 +1,130 @@
+"""A head of learned queries that join the patches in the last blocks of a Vision Transformer."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attnkit.core.arguments import at_least
+from attnkit.core.masks.base import Mask, register
+from attnkit.models.vit import ViT
+from attnkit.tasks.segmentation.heads import Features, Head, Logits
+
+
+@dataclass(frozen=True, eq=False)
+class _RegionOfQuery(Mask):
+    """Each query sees the patches of its own region; everything else sees everything.
+
+    The tokens are the queries, then prefix tokens, then the patches.
+
+    Args:
+        regions: True where a patch is in the region of a query.
+        num_prefix_tokens: how many tokens stand between the queries and the patches; queries see
+            them, and each other.
+    """
+
+    regions: Annotated[Tensor, "batch queries patches", bool]
+    num_prefix_tokens: int = 0
+
+    @property
+    def leading(self) -> tuple[int, int]:
+        return len(self.regions), 1
+
+    def allows(
+        self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, num_queries: Any,
+        num_keys: Any,
+    ) -> Tensor:  # fmt: skip
+        count, first = self.regions.shape[1], self.regions.shape[1] + self.num_prefix_tokens
+        own = self.regions[batch, query.clamp(max=count - 1), (key - first).clamp(min=0)]
+        return own | (query >= count) | (key < first)
+
+
+class QueryHead(Head):
+    """One learned query for each class, which passes the last blocks of the backbone together with
+    the patches (Kerssies et al., Your ViT is Secretly an Image Segmentation Model, 2025: EoMT).
+
+        tokens = block([queries, tokens], _RegionOfQuery)     for each of the last blocks
+        logits[class] = mlp(query of the class) · upscale(patches)
+
+    In training a query sees in some of the blocks only the patches that the answer so far gives its
+    class; the share of these blocks, `masked_share`, falls from 1 at the start to 0 at the end, so
+    that afterwards nothing is masked. In training the answers before every block are returned, too,
+    to be learned as the last is: [batch, answers, classes, height, width].
+
+    The head takes the last blocks and the norm out of the backbone. Unlike in the paper there is a
+    query for each class instead of many that are matched with regions, a patch is in the region of
+    the class with the highest logit, and the share falls in all blocks alike. Fixed and learned
+    positions are served, rotary ones are not, as queries have no place.
+
+    Args:
+        backbone: whose last blocks are taken.
+        num_classes: how many queries there are.
+        num_blocks: how many blocks the queries pass; less than the backbone has.
+    """
+
+    def __init__(self, backbone: ViT, num_classes: int, *, num_blocks: int = 2) -> None:
+        depth = len(backbone.blocks) - num_blocks
+        at_least(1, num_blocks=num_blocks)
+        if depth < 1:
+            raise ValueError(
+                f"num_blocks: expected less than the backbone's {depth + num_blocks} blocks, "
+                f"got {num_blocks}"
+            )
+        if backbone.rotary is not None:
+            raise ValueError("backbone: queries have no place for positions='rotary2d'")
+        super().__init__(backbone, [depth - 1])
+        self.blocks, backbone.blocks = backbone.blocks[depth:], backbone.blocks[:depth]
+        self.norm, backbone.norm = backbone.norm, nn.Identity()
+        dim = backbone.dim
+        self.queries = nn.Parameter(torch.randn(num_classes, dim) * 0.02)
+        layers = [nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU()]
+        self.mlp = nn.Sequential(*layers, nn.Linear(dim, dim))
+        # up to a quarter of the image's resolution, as in the paper
+        steps = max(1, min(self.patch).bit_length() - 3)
+        self.upscale = nn.Sequential(*(_Double(dim) for _ in range(steps)))
+        self.masked_share = 1.0
+
+    def anneal(self, progress: float) -> None:
+        """Set the share of masked blocks for a training that is done from 0 to 1 so far."""
+        self.masked_share = (1 - progress) ** 0.9
+
+    def forward(self, features: Features) -> Tensor:
+        queries = self.queries.expand(len(features), -1, -1)
+        tokens = torch.cat([queries, features[:, -1]], dim=1)
+        answers = []
+        for block in self.blocks:
+            mask = None
+            if self.training:
+                answers.append(self.answer(tokens))
+                if torch.rand(()) < self.masked_share:
+                    mask = self._regions(answers[-1])
+            tokens = block(tokens, mask=mask)
+        last = self.answer(tokens)
+        return torch.stack([*answers, last], dim=1) if self.training else last
+
+    def answer(self, tokens: Annotated[Tensor, "batch tokens dim"]) -> Logits:
+        """Logits of every pixel by the queries and patches as they are."""
+        tokens, count = self.norm(tokens), len(self.queries)
+        pixels = self.upscale(self.maps(tokens[:, count:]))
+        logits = torch.einsum("bkd,bdhw->bkhw", self.mlp(tokens[:, :count]), pixels)
+        return self.enlarged(logits)
+
+    def _regions(self, logits: Logits) -> _RegionOfQuery:
+        coarse = functional.interpolate(logits.detach(), self.grid, mode="bilinear")
+        classes = torch.arange(len(self.queries), device=logits.device)
+        regions = coarse.argmax(dim=1, keepdim=True) == classes[:, None, None]
+        return _RegionOfQuery(regions.flatten(2), self.num_prefix_tokens)
+
+
+class _Double(nn.Sequential):
+    """A map at twice its resolution, as the paper's ScaleBlock, but for a norm without groups."""
+
+    def __init__(self, dim: int) -> None:
+        grown = nn.ConvTranspose2d(dim, dim, 2, 2)
+        within = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, bias=False)
+        super().__init__(grown, nn.GELU(), within, nn.GroupNorm(1, dim))
+
+
+register(_RegionOfQuery)
