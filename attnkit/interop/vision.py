@@ -124,7 +124,7 @@ def from_timm(model: Any) -> nn.Module:
     if type(model) is NaFlexVit:
         from attnkit.interop.naflex import as_vision_transformer
 
-        vit = from_timm(as_vision_transformer(model))
+        vit: Any = from_timm(as_vision_transformer(model))
         vit.native = True
         return vit
     check_class(model, VisionTransformer, *(gates := gates_of_timm()))

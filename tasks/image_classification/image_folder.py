@@ -112,7 +112,7 @@ class ImageFolderData(ImageDataModule):
             if named := [name for name, value in given.items() if value is not None]:
                 raise ValueError(f"{named[0]}: needs native=True, got {given[named[0]]}")
             return
-        excluded = {"sampling": self.sampling, "drop_last": self.drop_last or None}
+        excluded: dict[str, Any] = {"sampling": self.sampling, "drop_last": self.drop_last or None}
         excluded["crop_pct"] = None if self.crop_pct == 1 else self.crop_pct
         if named := [name for name, value in excluded.items() if value is not None]:
             raise ValueError(f"{named[0]}: not with native=True, got {excluded[named[0]]}")

@@ -77,7 +77,7 @@ class NormalizesImages(LightningModule):
         """(pixel - mean) / std, of uint8 pixels divided by 255 or floats taken as they are; of a
         list of images of their own sizes, a list."""
         if isinstance(images, list):
-            return [self.normalized(image) for image in images]  # type: ignore[return-value]
+            return [self.normalized(image) for image in images]
         return (self.as_floats(images) - self.mean) / self.std
 
     def as_floats(self, images: Tensor) -> Tensor:

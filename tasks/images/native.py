@@ -293,7 +293,7 @@ def check_native(data: Any) -> None:
     module = module_of(data)
     if module is None:
         return
-    model = getattr(module, "model", None)
+    model: Any = getattr(module, "model", None)
     if not getattr(model, "native", False):
         raise UserError(
             f"data.native: {type(model).__name__} takes images of one size alone; expected "

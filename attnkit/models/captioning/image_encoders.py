@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +170,8 @@ class ViTEncoder(ImageEncoder):
         self.dim = dim
 
     def forward(self, images: Images) -> Annotated[Tensor, "batch positions dim"]:
-        return self.vit.tokens(images)[:, self.vit.num_prefix_tokens :]
+        tokens = cast(Tensor, self.vit.tokens(images))  # as images are one tensor
+        return tokens[:, self.vit.num_prefix_tokens :]
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters an optimiser should not shrink."""
