@@ -68,6 +68,10 @@ def models() -> dict[str, tuple[str, ...]]:
                 "decoder.dim=16", *(["encoder.name=test_resnet"] if encoder == "timm" else []),
                 *SCENES,
             )  # fmt: skip
+    for head in ("linear", "convolutional", "queries"):
+        found[f"model=segmenter decoder={head}"] = (
+            "task=segmentation", f"decoder={head}", "backbone.dim=24", *SCENES,
+        )  # fmt: skip
     return found
 
 

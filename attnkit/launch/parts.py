@@ -78,7 +78,7 @@ def _filled(
     """The parts without nulls that only the data know; None where one of them can't be guessed."""
     data = config.get("data") or {}
     is_vit = (config.get("model") or {}).get("_target_") in _VITS
-    facts = {**numbers, **(images if is_vit else {})}
+    facts = {**numbers, **(images if is_vit else {}), "native": bool(data.get("native"))}
     facts |= {k: data[k] for k in ("image_size", "in_channels") if data.get(k) is not None}
     if data.get("positions") is not None:  # of a graph's nodes
         facts["position_dim"] = data.get("position_dim")

@@ -240,6 +240,8 @@ def _is_over(config: dict[str, Any], changes: Sequence[str]) -> bool:
         return trainer.get(limit) == before.get(limit)
     for limit, done in (("max_steps", "steps"), ("max_epochs", "epochs")):
         asked = trainer.get(limit)
+        if limit == "max_epochs" and state.get("ended_by") == "max_steps":
+            continue  # its last epoch may have been broken off, and is counted
         if asked is not None and 0 < asked <= state.get(done, asked):
             return True
     return trainer.get("max_epochs") is None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.meter import Cost, Meter, StepMetrics, Throughput
     from attnkit.lightning.callbacks.predictions import PredictionsFile
     from attnkit.lightning.callbacks.progress import Progress
-    from attnkit.lightning.callbacks.pruning import Pruning
+    from attnkit.lightning.studies.pruning import Pruning
     from attnkit.lightning.callbacks.results_file import ResultsFile
     from attnkit.lightning.callbacks.value_report import ValueReport
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError

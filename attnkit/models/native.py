@@ -97,7 +97,7 @@ def encode(
     return tokens[0], [1] * len(lengths)
 
 
-def pooled(vit: ViT, tokens: Tensor, lengths: Sequence[int]) -> Annotated[Tensor, "images dim"]:
+def pooled(vit: ViT, tokens: Tensor, lengths: Sequence[int]) -> Annotated[Tensor, "batch dim"]:
     """One vector for each image of packed tokens, as `vit.pooling` says."""
     if vit.pooling == "class":
         return tokens
@@ -116,8 +116,14 @@ def positions_on(vit: ViT, grid: Grid) -> Tensor | None:
         return resize_positions(table[0], own, grid)
     if table is not None:
         return _sincos(grid, vit.dim).to(table)
-    factorized = vit.factorized_positions
-    return None if factorized is None else factorized.positions(grid)
+    if (factorized := vit.factorized_positions) is None:
+        return None
+    tables = factorized.row_table, factorized.column_table
+    rows, columns = (
+        resize_positions(table, (len(table), 1), (size, 1))
+        for table, size in zip(tables, grid, strict=True)
+    )
+    return (rows[:, None] + columns).flatten(0, 1)
 
 
 def rotation_on(vit: ViT, grid: Grid, kept: Tensor | None = None) -> Rotation | None:

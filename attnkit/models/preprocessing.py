@@ -69,6 +69,8 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
         source, state = read_source(given), read_weights(given)
         name = named or source.architecture
         found = _facts(name, source.config if source.config.get("mean") else timm_config(name))
+        if found and found["patch_size"] is None:  # not every name says it
+            found["patch_size"] = _patch_size(of_vit(state))
         return found or _of_vit(given, of_vit(state))
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
@@ -90,6 +92,15 @@ def _facts(name: str | None, config: Any) -> dict[str, Any]:
         "interpolation": found["interpolation"],
         "crop_pct": found["crop_pct"],
     }
+
+
+def _patch_size(state: Mapping[str, Tensor]) -> int | list[int] | None:
+    """Side of the patches by the first layer of a Vision Transformer, or [height, width]."""
+    patches = state.get("patch_embed.proj.weight", state.get("patch_embed.weight"))
+    if patches is None or patches.ndim != 4:
+        return None
+    height, width = patches.shape[2:]
+    return height if height == width else [height, width]
 
 
 def _of_vit(given: str, state: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class QueryHead(Head):
         self.masked_share = (1 - progress) ** 0.9
 
     def forward(self, features: Features) -> Tensor:
-        queries = self.queries.expand(len(features), -1, -1)
+        queries = self.queries.expand(features.shape[0], -1, -1)  # not len: torch.export
         tokens = torch.cat([queries, features[:, -1]], dim=1)
         answers = []
         for block in self.blocks:

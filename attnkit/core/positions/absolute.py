@@ -245,13 +245,8 @@ class FactorizedPositions2d(_GridPositions):
     def _tables(grid: tuple[int, int]) -> dict[str, tuple[int, int]]:
         return {"row_table": (grid[0], 1), "column_table": (grid[1], 1)}
 
-    def positions(self, grid: tuple[int, int] | None = None) -> Tensor:
-        """As of `_GridPositions`; with `grid`, resampled to that one."""
-        rows, columns = self.row_table, self.column_table
-        if grid is not None:
-            rows = resize_positions(rows, (len(rows), 1), (grid[0], 1))
-            columns = resize_positions(columns, (len(columns), 1), (grid[1], 1))
-        return (rows[:, None] + columns).flatten(0, 1)
+    def positions(self) -> Tensor:
+        return (self.row_table[:, None] + self.column_table).flatten(0, 1)
 
 
 def resize_positions(

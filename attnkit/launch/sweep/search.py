@@ -34,7 +34,7 @@ from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import settings
 from attnkit.launch.config.sources import Origins
 from attnkit.launch.config.validate import check_node
-from attnkit.lightning.callbacks.study import PRUNERS
+from attnkit.lightning.studies.study import PRUNERS
 from attnkit.lightning.errors import UserError
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ CHANGED = {
     "splits": "splits=2",
     "run_dir": "run_dir=another",
     "init": "init=trained",
+    "distill": "distill.teacher=trained",
     "resume": "resume=trained",
     "sweep": "sweep=latest",
     "ckpt": "ckpt=trained",

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from attnkit.lightning.callbacks.study import PRUNED, make_pruner, open_study
+from attnkit.lightning.studies.study import PRUNED, make_pruner, open_study
 from attnkit.lightning.files import replacing
 
 

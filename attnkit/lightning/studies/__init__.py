@@ -1,0 +1,1 @@
+"""Trials of a study: what they report, and when they are pruned."""
