@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from attnkit.lightning.callbacks.meter import Cost, Meter, StepMetrics, Throughput
     from attnkit.lightning.callbacks.predictions import PredictionsFile
     from attnkit.lightning.callbacks.progress import Progress
-    from attnkit.lightning.studies.pruning import Pruning
     from attnkit.lightning.callbacks.results_file import ResultsFile
     from attnkit.lightning.callbacks.value_report import ValueReport
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
@@ -48,5 +47,6 @@ if TYPE_CHECKING:
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
     from attnkit.lightning.resume.warm_start import warm_start
+    from attnkit.lightning.studies.pruning import Pruning
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -34,8 +34,8 @@ from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import settings
 from attnkit.launch.config.sources import Origins
 from attnkit.launch.config.validate import check_node
-from attnkit.lightning.studies.study import PRUNERS
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.studies.study import PRUNERS
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

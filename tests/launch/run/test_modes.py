@@ -142,11 +142,14 @@ def test_what_a_mode_uses_reaches_its_objects(attnkit, trained, monkeypatch, mod
     done = attnkit(*start, *(here[key] for key in keys))
     assert done.code == 0, done.err
     assert ("init: weights of" in done.out) is (mode.name == "train")  # a check is silent
-    elsewhere = {"run_dir", "ckpt", "images", "init", "seed", "precision", "rank_logs"}
+    elsewhere = {"run_dir", "ckpt", "images", "init", "seed", "precision", "rank_logs", "distill"}
     for key in set(keys) - elsewhere:
         name, _, value = CHANGED[key].partition("=")
         name, value = name.rpartition(".")[2], yaml.safe_load(value)
         assert any(arguments.get(name) == value for arguments in seen), key
+    if "distill" in keys:
+        teachers = [str(arguments.get("teacher")) for arguments in seen]
+        assert any("trained" in teacher for teacher in teachers)
     if "precision" in keys:
         assert any(arguments.get("precision") == "bf16-mixed" for arguments in seen)
     assert Path(mode.name).is_dir() is (mode.name != "check")
