@@ -87,7 +87,7 @@ def test_the_set_up_is_what_ci_does():
 
 
 def test_the_readme_is_read_to_the_end():
-    assert len(README.read_text().split()) <= 1100
+    assert len(README.read_text().split()) <= 900
 
 
 @pytest.fixture(scope="module")
