@@ -158,7 +158,13 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
             pairs = [(self.segment(i)[None], m[None]) for i, m in zip(images, masks, strict=True)]
         for logits, truth in pairs:
             counts = truth != IGNORED
-            self.evaluate(stage, logits.movedim(1, -1)[counts], truth[counts].long())
+            if counts.any():
+                self.evaluate(stage, logits.movedim(1, -1)[counts], truth[counts].long())
+                continue
+            # Logged all the same: every process takes part in the sums at the end.
+            metrics: Any = self.val_metrics if stage == "val" else self.test_metrics
+            for name, metric in metrics.items():
+                self._log(f"{stage}/{name}", metric, prog_bar=name == "accuracy")
 
     def class_counts(self) -> Tensor | None:
         return getattr(getattr(self.trainer, "datamodule", None), "class_counts", None)

@@ -124,6 +124,26 @@ def test_miou_is_that_of_numpy():
     assert of_classes == pytest.approx(ious)
 
 
+@pytest.mark.parametrize("windows", [False, True])
+def test_pictures_in_which_nothing_counts_change_no_figure(windows):
+    made = module(network("linear"), windows=windows)
+    images, masks = halves()
+    images, masks = images.expand(3, -1, -1, -1), masks.repeat(3, 1, 1)
+    masks[:2] = 255
+
+    def figures(count):
+        loader = DataLoader(TensorDataset(images[-count:], masks[-count:]), 1)
+        trainer = Trainer(accelerator="cpu", logger=False)
+        (tested,) = trainer.test(made, loader, verbose=False)
+        (validated,) = trainer.validate(made, loader, verbose=False)
+        return {**tested, **validated}
+
+    assert figures(3) == figures(1)
+    masks[:] = 255
+    assert figures(2).keys() == figures(1).keys() >= {"val/miou", "test/loss"}
+    assert {score.support for score in made.class_scores} == {0}
+
+
 def test_a_window_as_large_as_the_image_is_the_whole():
     model = network("per_pixel").eval()
     images = torch.randn(2, 3, *SIZE)
