@@ -55,7 +55,7 @@ class SegmentationFilesData(SegmentationDataModule):
     """Pictures in `root`/images/<split> and masks of the same names in `root`/masks/<split>.
 
     Splits are called as in an `ImageFolderData`; what is not given is taken from train, and without
-    folders of splits all pictures are train. Suffixes may differ. The folder of masks may also be
+    folders of splits all pictures are train. The mask of a.jpg is a.jpg.png, or a with any suffix. The folder of masks may also be
     called annotations or labels. A mask holds of each pixel the number of its class, grey or as the
     number in a palette, or with a table of colours its colour. 255 does not count, unless masks
     hold 0 and 255 alone, which are then two classes.
@@ -195,18 +195,21 @@ def _pairs(images: Path, masks: Path) -> list[Pair]:
     say_skipped(images, skipped)
     files = list_images(masks, []) if masks.is_dir() else []
     mask_of = {os.path.splitext(os.path.relpath(path, masks))[0]: path for path in files}
-    stems = {path: os.path.splitext(os.path.relpath(path, images))[0] for path in pictures}
+    mask_for: dict[str, str | None] = {}
+    for path in pictures:  # run=predict writes a.jpg.png, so that a.png may lie beside a.jpg
+        name = os.path.relpath(path, images)
+        mask_for[path] = mask_of.get(name) or mask_of.get(os.path.splitext(name)[0])
     if not pictures:
         raise UserError(f"data.root: no images under {images} that Pillow reads")
-    if missing := [path for path, stem in stems.items() if stem not in mask_of]:
+    if missing := [path for path, mask in mask_for.items() if mask is None]:
         raise UserError(
             f"data.root: {len(missing)} of {len(pictures)} images have no mask of the same name in "
             f"{masks}\n  {', '.join(shortened(missing, _NAMED))}"
         )
-    if left := sorted(set(mask_of) - set(stems.values())):
-        said = ", ".join(shortened([mask_of[stem] for stem in left], _NAMED))
+    if left := sorted(set(mask_of.values()) - set(mask_for.values())):
+        said = ", ".join(shortened(left, _NAMED))
         say_once(f"{masks}: {len(left)} masks of no image are not used: {said}")
-    return [Pair(path, mask_of[stem]) for path, stem in stems.items()]
+    return [Pair(path, mask) for path, mask in mask_for.items() if mask is not None]
 
 
 def read_table(path: Path) -> tuple[list[tuple[str, int]], bool]:

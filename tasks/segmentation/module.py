@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassJaccardIndex
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning import ClassificationModule
+from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.classification import ClassWeights
 from attnkit.lightning.protocols import Explained
 from attnkit.tasks.images.decode import PREPARED, to_channels
@@ -51,7 +52,8 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         image_size: of the images that the model takes: side in pixels, or [height, width].
         interpolation: how pictures are brought to that size.
         windows: False: whole pictures are brought to `image_size`, and in prediction their logits
-            back to the size of the picture. True: a window of `image_size` slides over them.
+            back to the size of the picture. True: a window of `image_size` slides over them. None:
+            as the data in the trainer, or False.
         overlap: share of a window's sides by which neighbouring windows overlap at least.
         in_channels, mean, std: of the images, see `NormalizesImages.expect_images`.
         class_weights: see `ClassificationModule`; of cross-entropy alone.
@@ -61,6 +63,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
 
     Raises:
         ValueError: an argument out of range.
+        UserError: in `setup`, the data to train on have other `windows`.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         std: Sequence[float],
         class_names: Sequence[str] | None = None,
         interpolation: str | None = None,
-        windows: bool = False,
+        windows: bool | None = None,
         overlap: float = 0.25,
         in_channels: int = 3,
         class_weights: ClassWeights | None = None,
@@ -100,6 +103,18 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         self.windows, self.overlap, self.dice_weight = windows, overlap, dice_weight
         self.region = _box(region, sides(image_size))
         self.predicted: list[Tensor] = []  # classes [height, width] of each image of a prediction
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        of_data = getattr(getattr(self.trainer, "datamodule", None), "windows", None)
+        if self.windows is None and of_data is not None:
+            self.windows = self.hparams["windows"] = of_data
+        elif stage == "fit" and of_data is not None and of_data != self.windows:
+            asked, given = (str(value).lower() for value in (self.windows, of_data))
+            raise UserError(
+                f"module.windows: got {asked}, but data.windows is {given}; give both alike, or "
+                "data.windows alone\n  windows are cut out with data.crop_min_area=null"
+            )
 
     def forward(self, images: Tensor) -> Logits:
         """Logits of every pixel of images, uint8 or float from 0 to 1, of `image_size`."""
@@ -229,7 +244,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         }
 
     def facts(self) -> dict[str, Any]:
-        how = {"windows": self.windows, "overlap": self.overlap}
+        how = {"windows": bool(self.windows), "overlap": self.overlap}
         return {"classes": self.class_names, "preprocessing": {**self.preprocessing(), **how}}
 
 

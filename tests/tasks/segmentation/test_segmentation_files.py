@@ -1,5 +1,7 @@
 """Own folders of pictures and masks: every spelling of a mask, and every mistake by its file."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from PIL import Image
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.segmentation import SceneMasksData, SegmentationFilesData
+from attnkit.tasks.segmentation.files import find_pairs
 
 HIGH, WIDE = 11, 13
 COLOURS = np.array([[10, 20, 30], [200, 0, 0], [0, 0, 255]], dtype=np.uint8)
@@ -92,6 +95,14 @@ def test_what_does_not_count(tmp_path):
     for data in (read(tmp_path, ignored=[0]), read(tmp_path, ignored=["sky"])):
         assert data.class_names == ["road", "sea"]
         assert set(data.sets["train"].pair(0)[1].unique().tolist()) == {0, 255}
+
+
+def test_a_mask_has_the_whole_name_of_its_picture_or_its_stem(tmp_path):
+    save(tmp_path, splits=[""], count=12)
+    picture(50).save(tmp_path / "images/0.bmp")
+    Image.fromarray(classes(50)).save(tmp_path / "masks/0.bmp.png")
+    pairs = {os.path.basename(p.image): os.path.basename(p.mask) for p in find_pairs(tmp_path)["train"]}
+    assert (pairs["0.bmp"], pairs["0.png"], pairs["1.png"]) == ("0.bmp.png", "0.png", "1.png")
 
 
 def test_without_splits_they_are_taken_from_train(tmp_path):
