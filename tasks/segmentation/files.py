@@ -4,6 +4,7 @@ import csv
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from attnkit.core.arguments import existing
 from attnkit.lightning.errors import RunError, UserError
+from attnkit.tasks.images.data import module_of
 from attnkit.tasks.images.decode import (
     UndecodableImageError,
     as_tensor,
@@ -29,6 +31,7 @@ from attnkit.tasks.segmentation.sets import IGNORED, MaskedImages
 _TABLES = ("classes.csv", "class_dict.csv", "classes.txt")
 _MASKS = ("masks", "annotations", "labels")
 _NAMED = 3
+_CLOSE = 10  # numbers up to this are of classes, though most of them may not occur
 
 
 class Pair(NamedTuple):
@@ -55,15 +58,15 @@ class SegmentationFilesData(SegmentationDataModule):
     """Pictures in `root`/images/<split> and masks of the same names in `root`/masks/<split>.
 
     Splits are called as in an `ImageFolderData`; what is not given is taken from train, and without
-    folders of splits all pictures are train. The mask of a.jpg is a.jpg.png, or a with any suffix. The folder of masks may also be
-    called annotations or labels. A mask holds of each pixel the number of its class, grey or as the
-    number in a palette, or with a table of colours its colour. 255 does not count, unless masks
-    hold 0 and 255 alone, which are then two classes.
+    folders of splits all pictures are train. The mask of a.jpg is called a.jpg.png, or a with any
+    suffix. The folder of masks may also be called annotations or labels. A mask holds of each pixel
+    the number of its class, grey or as the number in a palette, or with a table of colours its
+    colour. 255 does not count, unless masks hold 0 and 255 alone, which are then two classes.
 
     The table is `root`/classes.csv (or class_dict.csv): a column `name`; of colours `r`, `g`, `b`,
     or `color` (#ff0000 or red); of numbers that are not 0, 1, 2, … in the order of the rows,
-    `value`. Or it is classes.txt, a name in each line. Without a table the classes are 0 to the
-    largest number in train.
+    `value`. Rows of one name are one class. Or it is classes.txt, a name in each line. Without a
+    table the classes are 0 to the largest number in train, or those of the module to be tested.
 
     All masks and the headers of pictures are read before training, and files again whenever a batch
     needs them. `root` is never written to.
@@ -77,8 +80,8 @@ class SegmentationFilesData(SegmentationDataModule):
 
     Raises:
         ValueError: `root` or `classes` is not there.
-        UserError: in `setup`, a mask is missing, of another size than its picture, or holds what is
-            no class; the file is named.
+        UserError: in `setup`, a mask is missing, a JPEG, of another size than its picture, or holds
+            what is no class; the file is named.
     """
 
     def __init__(
@@ -110,11 +113,14 @@ class SegmentationFilesData(SegmentationDataModule):
                     pairs, threads.map(lambda p: values_of(p, in_colours), pairs), strict=True
                 )
             }
-        train = {value for pair in splits.get("train", ()) for value in found[pair]}
-        classes = chosen_classes(rows, in_colours, train, self.ignored)
+        known = module_of(self).hparams.get("class_names") if self.testing and not table else None
+        learned = splits.get("train", ()) if known is None else found
+        values = {value for pair in learned for value in found[pair]}
+        classes = chosen_classes(rows, in_colours, values, self.ignored, known)
+        whose = str(table) if table else "train" if known is None else "the module"
         for pair, values in found.items():
             if unknown := [value for value in sorted(values) if value not in classes.number_of]:
-                raise UserError(_unknown(pair, unknown[0], classes, table))
+                raise UserError(_unknown(pair, unknown[0], classes, whose))
         sets = {
             split: MaskedFiles(pairs, classes, self.channels, self.value_range)
             for split, pairs in splits.items()
@@ -218,64 +224,111 @@ def read_table(path: Path) -> tuple[list[tuple[str, int]], bool]:
     Raises:
         UserError: it cannot be read so; the line is named.
     """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        if path.suffix == ".txt":
-            return [(name.strip(), n) for n, name in enumerate(file) if name.strip()], False
-        reader = csv.DictReader(file, skipinitialspace=True)
-        columns = {name.strip().lower(): name for name in reader.fieldnames or ()}
-        in_colours = {"r", "g", "b"} <= columns.keys() or "color" in columns
-        rows = []
-        for number, row in enumerate(reader):
-            try:
-                cells = {name: (row[column] or "").strip() for name, column in columns.items()}
-                if "color" in columns:
-                    colour = ImageColor.getrgb(cells["color"])[:3]
-                    value = _packed(*colour)
-                elif in_colours:
-                    value = _packed(*(int(cells[channel]) for channel in "rgb"))
-                else:
-                    value = int(cells["value"]) if "value" in cells else number
-                rows.append((cells["name"], value))
-            except (KeyError, ValueError) as error:
-                raise UserError(
-                    f"data.classes: {path}, line {reader.line_num}: expected the columns name, and "
-                    f"r, g, b or color or value, got {','.join(map(str, row.values()))}"
-                ) from error
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"data.classes: {path} is not UTF-8; save it as UTF-8") from error
+    if path.suffix == ".txt":
+        lines = enumerate(text.splitlines())
+        return [(name.strip(), n) for n, name in lines if name.strip()], False
+    reader = csv.DictReader(StringIO(text), skipinitialspace=True)
+    columns = {name.strip().lower(): name for name in reader.fieldnames or ()}
+    in_colours = {"r", "g", "b"} <= columns.keys() or "color" in columns
+    rows: list[tuple[str, int]] = []
+    name_of: dict[int, str] = {}
+    for number, row in enumerate(reader):
+        where = f"data.classes: {path}, line {reader.line_num}"
+        try:
+            cells = {name: (row[column] or "").strip() for name, column in columns.items()}
+            channels = [0]
+            if "color" in columns:
+                channels = list(ImageColor.getrgb(cells["color"])[:3])
+            elif in_colours:
+                channels = [int(cells[channel]) for channel in "rgb"]
+            name = cells["name"]
+            value = number if in_colours else int(cells.get("value", number))
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"{where}: expected the columns name, and r, g, b or color or value, got "
+                f"{','.join(map(str, row.values()))}"
+            ) from error
+        if not 0 <= min(channels) <= max(channels) <= 255:
+            raise UserError(f"{where}: expected channels from 0 to 255, got {channels}")
+        value = _packed(*channels) if in_colours else value
+        if name_of.setdefault(value, name) != name:
+            raise UserError(f"{where}: {name!r} has the same mask values as {name_of[value]!r}")
+        rows.append((name, value))
     return rows, in_colours
 
 
 def chosen_classes(
     rows: list[tuple[str, int]] | None,
     in_colours: bool,
-    train: set[int],
+    values: set[int],
     ignored: Sequence[int | str],
+    known: Sequence[str] | None = None,
 ) -> Classes:
-    """The classes of a table, or without one of the values in train.
+    """The classes of a table, or without one of the values in masks.
+
+    Args:
+        rows: of the table; None: there is none.
+        in_colours: whether their values are colours.
+        values: of the masks of train, or of all masks if classes are `known`.
+        ignored: names and numbers that do not count.
+        known: classes of the module that is to be tested, where there is no table.
 
     Raises:
-        UserError: fewer than two are left, more than 255, or masks are of colours without a table.
+        UserError: fewer than two are left, more than 255, masks are of colours or of numbers far
+            apart without a table, or what is ignored is no class and no number.
     """
-    is_binary = rows is None and train == {0, IGNORED}
+    out = {str(item) for item in ignored}
+    is_binary = rows is None and (
+        values == {0, IGNORED}
+        if known is None
+        else len(known) == 2 and {IGNORED} <= values <= {0, IGNORED}
+    )
+    if rows is None:
+        rows = _without_table(values, out, known, is_binary)
+    names = [*dict.fromkeys(name for name, _ in rows)]
+    for item in sorted(out.difference(names)):
+        if in_colours or not item.isdecimal():
+            expected = "a class" if in_colours else "a class or a number"
+            raise UserError(
+                f"data.ignored: expected {expected}, got {item!r}; the classes are "
+                f"{', '.join(shortened(names, 8))}"
+            )
+    kept = [(n, v) for n, v in rows if n not in out and (in_colours or str(v) not in out)]
+    number_of_name = {n: at for at, n in enumerate(dict.fromkeys(n for n, _ in kept))}
+    if not 2 <= len(number_of_name) <= IGNORED:
+        raise UserError(
+            f"data: expected 2 to {IGNORED} classes of pixels, got {len(number_of_name)}"
+        )
+    number_of = {} if in_colours or is_binary else {IGNORED: IGNORED}
+    number_of |= {int(i): IGNORED for i in out if i.isdecimal()} if not in_colours else {}
+    number_of |= {value: IGNORED for _, value in rows}
+    number_of |= {value: number_of_name[name] for name, value in kept}
+    return Classes([*number_of_name], number_of, in_colours)
+
+
+def _without_table(
+    values: set[int], out: set[str], known: Sequence[str] | None, is_binary: bool
+) -> list[tuple[str, int]]:
+    """Names and values of the classes that masks without a table are of."""
     if is_binary:
         say_once("data: masks of 0 and 255 alone: 255 is a class")
-        rows = [("0", 0), ("1", IGNORED)]
-    if rows is None:
-        top = max((value for value in train if value != IGNORED), default=0)
-        if top > IGNORED:
-            raise UserError(
-                "data: a mask holds colours or numbers above 255; which class they mean is said by "
-                "a table\n  data.classes=FILE.csv with the columns name, and r, g, b or value"
-            )
-        rows = [(str(number), number) for number in range(top + 1)]
-    out = {str(item) for item in ignored}
-    kept = [(n, v) for n, v in rows if n not in out and (in_colours or str(v) not in out)]
-    if not 2 <= len(kept) <= IGNORED:
-        raise UserError(f"data: expected 2 to {IGNORED} classes of pixels, got {len(kept)}")
-    number_of = {} if in_colours or is_binary else {IGNORED: IGNORED}
-    number_of |= {int(i): IGNORED for i in out if i.isdigit()} if not in_colours else {}
-    number_of |= {value: IGNORED for _, value in rows}
-    number_of |= {value: number for number, (_, value) in enumerate(kept)}
-    return Classes([name for name, _ in kept], number_of, in_colours)
+        return list(zip(known or ("0", "1"), (0, IGNORED), strict=True))
+    used = sorted(value for value in values if value != IGNORED and str(value) not in out)
+    top = max(used, default=0)
+    says = "a table says which class they are\n  data.classes=FILE.csv with the columns name, and"
+    if top > IGNORED:
+        raise UserError(f"data: a mask holds colours or numbers above 255; {says} r, g, b or value")
+    if known is not None:  # names are numbers where the training had no table, either
+        numbers = all(name.isdecimal() for name in known)
+        return [(name, int(name) if numbers else at) for at, name in enumerate(known)]
+    if top > _CLOSE and 2 * sum(value <= top for value in values) < top + 1:
+        seen = ", ".join(shortened([str(value) for value in used], _NAMED))
+        raise UserError(f"data: masks hold {seen}: {says} value")
+    return [(str(number), number) for number in range(top + 1)]
 
 
 def values_of(pair: Pair, in_colours: bool) -> set[int]:
@@ -305,6 +358,8 @@ def read_mask(path: str, in_colours: bool) -> np.ndarray:
     """
     try:
         with Image.open(path) as image:
+            if image.format in ("JPEG", "MPO"):
+                raise ValueError("a JPEG changes the numbers of pixels; save masks as PNG")
             image.load()
             if in_colours or image.mode not in ("1", "L", "P", "I", "I;16", "I;16B"):
                 pixels = np.asarray(image.convert("RGB")).astype(np.int64)
@@ -321,11 +376,10 @@ def _packed(red: Any, green: Any, blue: Any) -> Any:
     return red * 65536 + green * 256 + blue
 
 
-def _unknown(pair: Pair, value: int, classes: Classes, table: Path | None) -> str:
+def _unknown(pair: Pair, value: int, classes: Classes, whose: str) -> str:
     said = f"#{value:06x}" if classes.in_colours else str(value)
-    where = "train" if table is None else str(table)
     more = "" if classes.in_colours else f"; data.ignored=[{value}] leaves such pixels out"
     return (
         f"data: the mask {pair.mask} holds {said}, which is none of the {len(classes.names)} "
-        f"classes of {where}{more}"
+        f"classes of {whose}{more}"
     )

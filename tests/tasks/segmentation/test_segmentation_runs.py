@@ -99,6 +99,31 @@ def test_windows_are_one_setting_of_data_and_module(trained, tmp_path, capfd):
     assert figures(tmp_path / "test") == pytest.approx(figures(run))
 
 
+@pytest.mark.parametrize("levels", [[0, 1, 2], [0, 255, 255]])
+def test_a_folder_of_test_alone_has_the_classes_of_the_module(levels, tmp_path):
+    root = own_pictures(tmp_path / "own", 7)
+    for path in (root / "masks").iterdir():
+        mask = np.array(levels, dtype=np.uint8)[np.asarray(Image.open(path))]
+        Image.fromarray(mask).save(path)
+    for folder in ("images", "masks"):
+        for split, numbers in (("train", "0123"), ("val", "4"), ("test", "56")):
+            (root / folder / split).mkdir()
+            for number in numbers:
+                (path,) = (root / folder).glob(f"{number}.*")
+                path.rename(root / folder / split / path.name)
+    assert main([*own(root), f"run_dir={tmp_path / 'run'}"]) == 0
+    for path in (root / "masks/test").iterdir():  # the last class is not there
+        if levels[1] == 1:
+            Image.fromarray(np.asarray(Image.open(path)).clip(max=1)).save(path)
+    again = ["run=test", f"ckpt={tmp_path / 'run'}"]
+    assert main([*again, f"run_dir={tmp_path / 'whole'}"]) == 0
+    for folder in ("images", "masks"):
+        shutil.copytree(root / folder / "test", tmp_path / "alone" / folder / "test")
+    alone = f"data.root={tmp_path / 'alone'}"
+    assert main([*again, alone, f"run_dir={tmp_path / 'test'}"]) == 0
+    assert figures(tmp_path / "test") == pytest.approx(figures(tmp_path / "whole"))
+
+
 @pytest.mark.parametrize("windows", ["false", "true"])
 def test_predicted_masks_are_indexed_pictures_of_the_same_size(trained, tmp_path, windows):
     command = ["run=predict", f"ckpt={trained / 'run'}", f"images={trained / 'pictures'}"]
