@@ -56,7 +56,8 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
             as the data in the trainer, or False.
         overlap: share of a window's sides by which neighbouring windows overlap at least.
         in_channels, mean, std: of the images, see `NormalizesImages.expect_images`.
-        class_weights: see `ClassificationModule`; of cross-entropy alone.
+        class_weights: see `ClassificationModule`; of cross-entropy alone. "balanced" gives a class
+            without counted pixels the weight 1.
         dice_weight: of Dice in the loss; 0: cross-entropy alone.
         region: what `explained` asks about: a pixel [row, column], or a box [top, left, bottom,
             right] in pixels of the image that the model takes; None: the whole image.
@@ -135,6 +136,13 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         return {"miou": MulticlassJaccardIndex(self.num_classes, validate_args=False),
                 **super().metrics()}  # fmt: skip
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        counts = self.class_counts() if self.is_balanced else None
+        if counts is not None and self.class_weights is not None:
+            # Counts are of some pictures: a class that is not seen in them may be in the others.
+            self.class_weights[counts.to(self.device) == 0] = 1.0
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         head: Any = getattr(self.model, "head", None)
         if hasattr(head, "anneal"):
@@ -193,13 +201,16 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         """The classes of each picture's pixels, in the attribute `predicted`.
 
         Returns:
-            a list entry per picture: `path`, and of each class the share of its pixels.
+            a list entry per picture: `path`, and `share(<class>)` of its pixels for each class.
         """
         images, *rest = batch
         self.predicted = [self.segment(image).argmax(dim=0).byte().cpu() for image in images]
         counts = [p.flatten().bincount(minlength=self.num_classes) for p in self.predicted]
         shares = [(c / c.sum()).tolist() for c in counts]
-        columns = {n: [s[k] for s in shares] for k, n in enumerate(self.class_names)}
+        columns = {
+            f"share({name})": [share[number] for share in shares]
+            for number, name in enumerate(self.class_names)
+        }
         return {"path": list(rest[0]), **columns} if rest and shares else columns
 
     def explained(self, batch: Any) -> Explained:
@@ -295,7 +306,10 @@ def _over_pixels(logits: Logits, masks: Masks, weights: Tensor | None) -> Tensor
 
 def _box(region: Sequence[int] | None, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """Top, left, bottom and right of what is explained."""
-    given = [0, 0, *size] if region is None else list(region)
+    whole = [0, 0, *size] if region is None else region
+    given = list(whole) if isinstance(whole, Sequence) else [whole]
+    if any(isinstance(place, bool) or not isinstance(place, int) for place in given):
+        raise ValueError(f"region: expected whole numbers of pixels, got {region}")
     box = [*given, given[0] + 1, given[1] + 1] if len(given) == 2 else given
     if len(box) != 4 or not (0 <= box[0] < box[2] <= size[0] and 0 <= box[1] < box[3] <= size[1]):
         raise ValueError(

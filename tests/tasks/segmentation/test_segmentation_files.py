@@ -102,7 +102,9 @@ def test_a_mask_has_the_whole_name_of_its_picture_or_its_stem(tmp_path):
     save(tmp_path, splits=[""], count=12)
     picture(50).save(tmp_path / "images/0.bmp")
     Image.fromarray(classes(50)).save(tmp_path / "masks/0.bmp.png")
-    pairs = {os.path.basename(p.image): os.path.basename(p.mask) for p in find_pairs(tmp_path)["train"]}
+    pairs = {
+        os.path.basename(p.image): os.path.basename(p.mask) for p in find_pairs(tmp_path)["train"]
+    }
     assert (pairs["0.bmp"], pairs["0.png"], pairs["1.png"]) == ("0.bmp.png", "0.png", "1.png")
 
 

@@ -130,7 +130,7 @@ def test_predicted_masks_are_indexed_pictures_of_the_same_size(trained, tmp_path
     assert main([*command, f"module.windows={windows}", f"run_dir={tmp_path / 'out'}"]) == 0
     rows = (tmp_path / "out" / "predictions.csv").read_text().splitlines()
     names, *shares = (row.split(",") for row in rows)
-    assert names[:3] == ["path", "background", "circle"]
+    assert names[:3] == ["path", "share(background)", "share(circle)"]
     for number, size in enumerate(((40, 30), (19, 61))):
         mask = Image.open(tmp_path / "out" / "masks" / "inner" / f"{number}.jpg.png")
         assert (mask.mode, mask.size) == ("P", size)
