@@ -133,6 +133,16 @@ def test_numbers_that_are_ignored_are_no_classes(tmp_path):
     assert read(tmp_path, ignored=[254]).class_names == ["0", "1"]
 
 
+def test_a_split_in_which_nothing_counts_is_named(tmp_path, capfd):
+    save(tmp_path)
+    for path in (tmp_path / "masks/val").iterdir():
+        Image.fromarray(np.full((HIGH, WIDE), 255, np.uint8)).save(path)
+    read(tmp_path)
+    said = capfd.readouterr().err
+    assert "val: no pixel counts, as all are 255" in said
+    assert "test: no pixel" not in said
+
+
 def test_equal_pictures_stay_on_one_side(tmp_path):
     save(tmp_path, splits=[""], count=20)
     for number in range(10):
