@@ -54,13 +54,20 @@ class PackedImages:
         """Images `[channels, height, width]`, each side a multiple of the patch, cut and packed.
 
         Raises:
-            ValueError: an empty batch, or an image of another shape; it is named by its number.
+            ValueError: an empty batch, an image of another shape, or of another dtype or number of
+                channels than the first; it is named by its number.
         """
         parts, grids = [], []
         for number, image in enumerate(images):
             if image.ndim != 3:
                 raise ValueError(
                     f"images[{number}]: expected [channels, height, width], got {list(image.shape)}"
+                )
+            kind, expected = ((len(one), one.dtype) for one in (image, images[0]))
+            if kind != expected:
+                raise ValueError(
+                    f"images[{number}]: expected {expected[0]} channels of {expected[1]}, as "
+                    f"images[0], got {kind[0]} of {kind[1]}"
                 )
             try:
                 patches = cut_patches(image[None], patch_size)[0]

@@ -286,14 +286,27 @@ class ViT(nn.Module):
         """All tokens, as `tokens` gives them, after the blocks with these numbers, in their order.
 
         The first block is 0. Each is normalized by the norm after the last.
+
+        Raises:
+            TypeError: images are no tensor.
+            ValueError: a number of no block, or none.
         """
+        if not isinstance(images, Tensor):
+            raise TypeError(
+                "images: expected one tensor [batch, channels, height, width], "
+                f"got {type(images).__name__}; tokens() takes a list"
+            )
+        depth = len(self.blocks)
+        if not numbers or not all(0 <= number < depth for number in numbers):
+            raise ValueError(f"numbers: expected blocks from 0 to {depth - 1}, got {[*numbers]}")
         self._check_size(images)
         tokens, rotation = self._embed(images)
-        found = []
+        found = {}
         for number, block in enumerate(self.blocks[: max(numbers) + 1]):
             tokens = block(tokens, positions=rotation)
-            found += [self.norm(tokens)] if number in numbers else []
-        return found
+            if number in numbers:
+                found[number] = self.norm(tokens)
+        return [found[number] for number in numbers]
 
     def resize(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnkit.core.arguments import at_least, up_to_1
 from attnkit.lightning.resume.sampler import PlacedSampler
 from attnkit.tasks.images.data import SplitImages, check_fits_module, follow_module, module_of
+from attnkit.tasks.images.scan import first_of_equal
 from attnkit.tasks.images.sizes import checked_size, default_image_size, default_patch_size, sides
 from attnkit.tasks.segmentation.sets import MaskedImages, Pairs, augmented, resized
 from attnkit.tasks.summary import image_lines, split_line
@@ -87,6 +88,8 @@ class SegmentationDataModule(SplitImages):
             if self.windows is None:
                 self.windows = bool(getattr(module, "windows", False))
             given, names = self.load()
+            if "train" in given and len(given) < len(("train", "val", *self.test_splits)):
+                self.first_of_equal = first_of_equal(given["train"].keys())  # stay on one side
             self.sets = self.with_missing_splits(given)
             self.class_names = list(names)
             self.__dict__.pop("statistics", None)  # of other sets

@@ -1,6 +1,5 @@
 """Your own pictures with masks: folders of files, and the usual ways to write masks."""
 
-import csv
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageColor
+from PIL import Image
 from torch import Tensor
 
 from attnkit.core.arguments import existing
 from attnkit.lightning.errors import RunError, UserError
+from attnkit.tasks.images.data import module_of
 from attnkit.tasks.images.decode import (
     UndecodableImageError,
     as_tensor,
@@ -23,6 +23,7 @@ from attnkit.tasks.images.decode import (
     to_channels,
 )
 from attnkit.tasks.images.folder import SPLIT_OF, list_images, say_once, say_skipped, shortened
+from attnkit.tasks.segmentation.classes import Classes, chosen_classes, packed, read_table
 from attnkit.tasks.segmentation.data import SegmentationDataModule
 from attnkit.tasks.segmentation.sets import IGNORED, MaskedImages
 
@@ -38,32 +39,19 @@ class Pair(NamedTuple):
     mask: str
 
 
-class Classes(NamedTuple):
-    """Which class a value of a mask means.
-
-    names: of the classes, by their numbers.
-    number_of: of each value the number of its class, 255 where pixels do not count. A value is a
-        number, or with `in_colours` 65536 · red + 256 · green + blue.
-    """
-
-    names: list[str]
-    number_of: dict[int, int]
-    in_colours: bool
-
-
 class SegmentationFilesData(SegmentationDataModule):
     """Pictures in `root`/images/<split> and masks of the same names in `root`/masks/<split>.
 
     Splits are called as in an `ImageFolderData`; what is not given is taken from train, and without
-    folders of splits all pictures are train. Suffixes may differ. The folder of masks may also be
-    called annotations or labels. A mask holds of each pixel the number of its class, grey or as the
-    number in a palette, or with a table of colours its colour. 255 does not count, unless masks
-    hold 0 and 255 alone, which are then two classes.
+    folders of splits all pictures are train. The mask of a.jpg is called a.jpg.png, or a with any
+    suffix. The folder of masks may also be called annotations or labels. A mask holds of each pixel
+    the number of its class, grey or as the number in a palette, or with a table of colours its
+    colour. 255 does not count, unless masks hold 0 and 255 alone, which are then two classes.
 
     The table is `root`/classes.csv (or class_dict.csv): a column `name`; of colours `r`, `g`, `b`,
     or `color` (#ff0000 or red); of numbers that are not 0, 1, 2, … in the order of the rows,
-    `value`. Or it is classes.txt, a name in each line. Without a table the classes are 0 to the
-    largest number in train.
+    `value`. Rows of one name are one class. Or it is classes.txt, a name in each line. Without a
+    table the classes are 0 to the largest number in train, or those of the module to be tested.
 
     All masks and the headers of pictures are read before training, and files again whenever a batch
     needs them. `root` is never written to.
@@ -77,8 +65,8 @@ class SegmentationFilesData(SegmentationDataModule):
 
     Raises:
         ValueError: `root` or `classes` is not there.
-        UserError: in `setup`, a mask is missing, of another size than its picture, or holds what is
-            no class; the file is named.
+        UserError: in `setup`, a mask is missing, a JPEG, of another size than its picture, or holds
+            what is no class; the file is named.
     """
 
     def __init__(
@@ -110,11 +98,17 @@ class SegmentationFilesData(SegmentationDataModule):
                     pairs, threads.map(lambda p: values_of(p, in_colours), pairs), strict=True
                 )
             }
-        train = {value for pair in splits.get("train", ()) for value in found[pair]}
-        classes = chosen_classes(rows, in_colours, train, self.ignored)
+        known = module_of(self).hparams.get("class_names") if self.testing and not table else None
+        learned = splits.get("train", ()) if known is None else found
+        values = {value for pair in learned for value in found[pair]}
+        classes = chosen_classes(rows, in_colours, values, self.ignored, known)
+        whose = str(table) if table else "train" if known is None else "the module"
         for pair, values in found.items():
             if unknown := [value for value in sorted(values) if value not in classes.number_of]:
-                raise UserError(_unknown(pair, unknown[0], classes, table))
+                raise UserError(_unknown(pair, unknown[0], classes, whose))
+        for split, pairs in splits.items():
+            if all(classes.number_of[v] == IGNORED for pair in pairs for v in found[pair]):
+                say_once(f"{split}: no pixel counts, as all are 255 or in data.ignored")
         sets = {
             split: MaskedFiles(pairs, classes, self.channels, self.value_range)
             for split, pairs in splits.items()
@@ -195,84 +189,21 @@ def _pairs(images: Path, masks: Path) -> list[Pair]:
     say_skipped(images, skipped)
     files = list_images(masks, []) if masks.is_dir() else []
     mask_of = {os.path.splitext(os.path.relpath(path, masks))[0]: path for path in files}
-    stems = {path: os.path.splitext(os.path.relpath(path, images))[0] for path in pictures}
+    mask_for: dict[str, str | None] = {}
+    for path in pictures:  # run=predict writes a.jpg.png, so that a.png may lie beside a.jpg
+        name = os.path.relpath(path, images)
+        mask_for[path] = mask_of.get(name) or mask_of.get(os.path.splitext(name)[0])
     if not pictures:
         raise UserError(f"data.root: no images under {images} that Pillow reads")
-    if missing := [path for path, stem in stems.items() if stem not in mask_of]:
+    if missing := [path for path, mask in mask_for.items() if mask is None]:
         raise UserError(
             f"data.root: {len(missing)} of {len(pictures)} images have no mask of the same name in "
             f"{masks}\n  {', '.join(shortened(missing, _NAMED))}"
         )
-    if left := sorted(set(mask_of) - set(stems.values())):
-        said = ", ".join(shortened([mask_of[stem] for stem in left], _NAMED))
+    if left := sorted(set(mask_of.values()) - set(mask_for.values())):
+        said = ", ".join(shortened(left, _NAMED))
         say_once(f"{masks}: {len(left)} masks of no image are not used: {said}")
-    return [Pair(path, mask_of[stem]) for path, stem in stems.items()]
-
-
-def read_table(path: Path) -> tuple[list[tuple[str, int]], bool]:
-    """Names of classes with their values, and whether these are colours.
-
-    Raises:
-        UserError: it cannot be read so; the line is named.
-    """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        if path.suffix == ".txt":
-            return [(name.strip(), n) for n, name in enumerate(file) if name.strip()], False
-        reader = csv.DictReader(file, skipinitialspace=True)
-        columns = {name.strip().lower(): name for name in reader.fieldnames or ()}
-        in_colours = {"r", "g", "b"} <= columns.keys() or "color" in columns
-        rows = []
-        for number, row in enumerate(reader):
-            try:
-                cells = {name: (row[column] or "").strip() for name, column in columns.items()}
-                if "color" in columns:
-                    colour = ImageColor.getrgb(cells["color"])[:3]
-                    value = _packed(*colour)
-                elif in_colours:
-                    value = _packed(*(int(cells[channel]) for channel in "rgb"))
-                else:
-                    value = int(cells["value"]) if "value" in cells else number
-                rows.append((cells["name"], value))
-            except (KeyError, ValueError) as error:
-                raise UserError(
-                    f"data.classes: {path}, line {reader.line_num}: expected the columns name, and "
-                    f"r, g, b or color or value, got {','.join(map(str, row.values()))}"
-                ) from error
-    return rows, in_colours
-
-
-def chosen_classes(
-    rows: list[tuple[str, int]] | None,
-    in_colours: bool,
-    train: set[int],
-    ignored: Sequence[int | str],
-) -> Classes:
-    """The classes of a table, or without one of the values in train.
-
-    Raises:
-        UserError: fewer than two are left, more than 255, or masks are of colours without a table.
-    """
-    is_binary = rows is None and train == {0, IGNORED}
-    if is_binary:
-        say_once("data: masks of 0 and 255 alone: 255 is a class")
-        rows = [("0", 0), ("1", IGNORED)]
-    if rows is None:
-        top = max((value for value in train if value != IGNORED), default=0)
-        if top > IGNORED:
-            raise UserError(
-                "data: a mask holds colours or numbers above 255; which class they mean is said by "
-                "a table\n  data.classes=FILE.csv with the columns name, and r, g, b or value"
-            )
-        rows = [(str(number), number) for number in range(top + 1)]
-    out = {str(item) for item in ignored}
-    kept = [(n, v) for n, v in rows if n not in out and (in_colours or str(v) not in out)]
-    if not 2 <= len(kept) <= IGNORED:
-        raise UserError(f"data: expected 2 to {IGNORED} classes of pixels, got {len(kept)}")
-    number_of = {} if in_colours or is_binary else {IGNORED: IGNORED}
-    number_of |= {int(i): IGNORED for i in out if i.isdigit()} if not in_colours else {}
-    number_of |= {value: IGNORED for _, value in rows}
-    number_of |= {value: number for number, (_, value) in enumerate(kept)}
-    return Classes([name for name, _ in kept], number_of, in_colours)
+    return [Pair(path, mask) for path, mask in mask_for.items() if mask is not None]
 
 
 def values_of(pair: Pair, in_colours: bool) -> set[int]:
@@ -302,11 +233,13 @@ def read_mask(path: str, in_colours: bool) -> np.ndarray:
     """
     try:
         with Image.open(path) as image:
+            if image.format in ("JPEG", "MPO"):
+                raise ValueError("a JPEG changes the numbers of pixels; save masks as PNG")
             image.load()
             if in_colours or image.mode not in ("1", "L", "P", "I", "I;16", "I;16B"):
                 pixels = np.asarray(image.convert("RGB")).astype(np.int64)
                 is_grey = not in_colours and (pixels == pixels[..., :1]).all()
-                return pixels[..., 0] if is_grey else _packed(*np.moveaxis(pixels, -1, 0))
+                return pixels[..., 0] if is_grey else packed(*np.moveaxis(pixels, -1, 0))
             # one bit is 0 and 255, as other masks of two classes
             whole = image.convert("L") if image.mode == "1" else image
             return np.asarray(whole).astype(np.int64)
@@ -314,15 +247,10 @@ def read_mask(path: str, in_colours: bool) -> np.ndarray:
         raise UserError(f"data: the mask {path} cannot be read: {error}") from error
 
 
-def _packed(red: Any, green: Any, blue: Any) -> Any:
-    return red * 65536 + green * 256 + blue
-
-
-def _unknown(pair: Pair, value: int, classes: Classes, table: Path | None) -> str:
+def _unknown(pair: Pair, value: int, classes: Classes, whose: str) -> str:
     said = f"#{value:06x}" if classes.in_colours else str(value)
-    where = "train" if table is None else str(table)
     more = "" if classes.in_colours else f"; data.ignored=[{value}] leaves such pixels out"
     return (
         f"data: the mask {pair.mask} holds {said}, which is none of the {len(classes.names)} "
-        f"classes of {where}{more}"
+        f"classes of {whose}{more}"
     )

@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassJaccardIndex
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning import ClassificationModule
+from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.classification import ClassWeights
 from attnkit.lightning.protocols import Explained
 from attnkit.tasks.images.decode import PREPARED, to_channels
@@ -51,16 +52,19 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         image_size: of the images that the model takes: side in pixels, or [height, width].
         interpolation: how pictures are brought to that size.
         windows: False: whole pictures are brought to `image_size`, and in prediction their logits
-            back to the size of the picture. True: a window of `image_size` slides over them.
+            back to the size of the picture. True: a window of `image_size` slides over them. None:
+            as the data in the trainer, or False.
         overlap: share of a window's sides by which neighbouring windows overlap at least.
         in_channels, mean, std: of the images, see `NormalizesImages.expect_images`.
-        class_weights: see `ClassificationModule`; of cross-entropy alone.
+        class_weights: see `ClassificationModule`; of cross-entropy alone. "balanced" gives a class
+            without counted pixels the weight 1.
         dice_weight: of Dice in the loss; 0: cross-entropy alone.
         region: what `explained` asks about: a pixel [row, column], or a box [top, left, bottom,
             right] in pixels of the image that the model takes; None: the whole image.
 
     Raises:
         ValueError: an argument out of range.
+        UserError: in `setup`, the data to train on have other `windows`.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         std: Sequence[float],
         class_names: Sequence[str] | None = None,
         interpolation: str | None = None,
-        windows: bool = False,
+        windows: bool | None = None,
         overlap: float = 0.25,
         in_channels: int = 3,
         class_weights: ClassWeights | None = None,
@@ -101,6 +105,18 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         self.region = _box(region, sides(image_size))
         self.predicted: list[Tensor] = []  # classes [height, width] of each image of a prediction
 
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        of_data = getattr(getattr(self.trainer, "datamodule", None), "windows", None)
+        if self.windows is None and of_data is not None:
+            self.windows = self.hparams["windows"] = of_data
+        elif stage == "fit" and of_data is not None and of_data != self.windows:
+            asked, given = (str(value).lower() for value in (self.windows, of_data))
+            raise UserError(
+                f"module.windows: got {asked}, but data.windows is {given}; give both alike, or "
+                "data.windows alone\n  windows are cut out with data.crop_min_area=null"
+            )
+
     def forward(self, images: Tensor) -> Logits:
         """Logits of every pixel of images, uint8 or float from 0 to 1, of `image_size`."""
         return self.model(self.normalized(images))
@@ -119,6 +135,13 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
     def metrics(self) -> dict[str, Metric]:
         return {"miou": MulticlassJaccardIndex(self.num_classes, validate_args=False),
                 **super().metrics()}  # fmt: skip
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        counts = self.class_counts() if self.is_balanced else None
+        if counts is not None and self.class_weights is not None:
+            # Counts are of some pictures: a class that is not seen in them may be in the others.
+            self.class_weights[counts.to(self.device) == 0] = 1.0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         head: Any = getattr(self.model, "head", None)
@@ -158,7 +181,13 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
             pairs = [(self.segment(i)[None], m[None]) for i, m in zip(images, masks, strict=True)]
         for logits, truth in pairs:
             counts = truth != IGNORED
-            self.evaluate(stage, logits.movedim(1, -1)[counts], truth[counts].long())
+            if counts.any():
+                self.evaluate(stage, logits.movedim(1, -1)[counts], truth[counts].long())
+                continue
+            # Logged all the same: every process takes part in the sums at the end.
+            metrics: Any = self.val_metrics if stage == "val" else self.test_metrics
+            for name, metric in metrics.items():
+                self._log(f"{stage}/{name}", metric, prog_bar=name == "accuracy")
 
     def class_counts(self) -> Tensor | None:
         return getattr(getattr(self.trainer, "datamodule", None), "class_counts", None)
@@ -172,13 +201,16 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         """The classes of each picture's pixels, in the attribute `predicted`.
 
         Returns:
-            a list entry per picture: `path`, and of each class the share of its pixels.
+            a list entry per picture: `path`, and `share(<class>)` of its pixels for each class.
         """
         images, *rest = batch
         self.predicted = [self.segment(image).argmax(dim=0).byte().cpu() for image in images]
         counts = [p.flatten().bincount(minlength=self.num_classes) for p in self.predicted]
         shares = [(c / c.sum()).tolist() for c in counts]
-        columns = {n: [s[k] for s in shares] for k, n in enumerate(self.class_names)}
+        columns = {
+            f"share({name})": [share[number] for share in shares]
+            for number, name in enumerate(self.class_names)
+        }
         return {"path": list(rest[0]), **columns} if rest and shares else columns
 
     def explained(self, batch: Any) -> Explained:
@@ -223,7 +255,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         }
 
     def facts(self) -> dict[str, Any]:
-        how = {"windows": self.windows, "overlap": self.overlap}
+        how = {"windows": bool(self.windows), "overlap": self.overlap}
         return {"classes": self.class_names, "preprocessing": {**self.preprocessing(), **how}}
 
 
@@ -274,7 +306,10 @@ def _over_pixels(logits: Logits, masks: Masks, weights: Tensor | None) -> Tensor
 
 def _box(region: Sequence[int] | None, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """Top, left, bottom and right of what is explained."""
-    given = [0, 0, *size] if region is None else list(region)
+    whole = [0, 0, *size] if region is None else region
+    given = list(whole) if isinstance(whole, Sequence) else [whole]
+    if any(isinstance(place, bool) or not isinstance(place, int) for place in given):
+        raise ValueError(f"region: expected whole numbers of pixels, got {region}")
     box = [*given, given[0] + 1, given[1] + 1] if len(given) == 2 else given
     if len(box) != 4 or not (0 <= box[0] < box[2] <= size[0] and 0 <= box[1] < box[3] <= size[1]):
         raise ValueError(

@@ -51,6 +51,7 @@ class Segmenter(nn.Module):
             found: Any = network if isinstance(network, ViT) else from_timm(network)
         except (TypeError, ValueError) as error:
             raise ValueError(f"backbone: expected a Vision Transformer: {error}") from error
+        found.native = False  # the head is of one size
         self.backbone: Any = found
         self.head: Any = decoder(found, num_classes=num_classes)
 

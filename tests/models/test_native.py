@@ -95,6 +95,20 @@ def test_tokens_and_packed_images():
     torch.testing.assert_close(model.tokens(packed)[2], tokens[2], rtol=0, atol=0)
 
 
+def test_layers_come_in_the_order_that_is_asked_for():
+    model = make(norm_after_pooling=False)
+    batch = torch.stack(images([(12, 16)] * 2))
+    first, last = model.layers(batch, [0, 2])
+    torch.testing.assert_close(last, model.tokens(batch))
+    for found, expected in zip(model.layers(batch, [2, 0, 2]), (last, first, last), strict=True):
+        assert torch.equal(found, expected)
+    for numbers in ([], [0, 3], [-1]):
+        with pytest.raises(ValueError, match=r"numbers: expected blocks from 0 to 2, got \["):
+            model.layers(batch, numbers)
+    with pytest.raises(TypeError, match=r"images: expected one tensor .* got list"):
+        model.layers(list(batch), [0])
+
+
 def test_positions_made_in_inference_serve_training():
     for positions in ("sincos2d", "rotary2d"):
         model = make(positions=positions)
@@ -109,6 +123,14 @@ def test_positions_made_in_inference_serve_training():
         ([], "expected at least one image, got an empty batch"),
         ([torch.zeros(3, 8, 8), torch.zeros(3, 9, 8)], r"images\[1\]: .* patch_size 4 x 4, got 9"),
         ([torch.zeros(3, 8, 8), torch.zeros(3, 0, 8)], r"images\[1\]: .* got 0 x 8"),
+        (
+            [torch.zeros(3, 8, 8), torch.zeros(1, 8, 8)],
+            r"images\[1\]: expected 3 channels of torch.float32, as images\[0\], got 1",
+        ),
+        (
+            [torch.zeros(3, 8, 8), torch.zeros(3, 8, 4).double()],
+            r"images\[1\]: .* got 3 of torch.float64",
+        ),
         ([torch.zeros(1, 8, 8), torch.zeros(1, 4, 8)], "expected 3 channels"),
         ([torch.zeros(3, 8, 8), torch.zeros(8, 8)], r"images\[1\]: expected \[channels"),
     ],

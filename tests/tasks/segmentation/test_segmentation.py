@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
+from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from attnkit import ViT
@@ -124,6 +124,26 @@ def test_miou_is_that_of_numpy():
     assert of_classes == pytest.approx(ious)
 
 
+@pytest.mark.parametrize("windows", [False, True])
+def test_pictures_in_which_nothing_counts_change_no_figure(windows):
+    made = module(network("linear"), windows=windows)
+    images, masks = halves()
+    images, masks = images.expand(3, -1, -1, -1), masks.repeat(3, 1, 1)
+    masks[:2] = 255
+
+    def figures(count):
+        loader = DataLoader(TensorDataset(images[-count:], masks[-count:]), 1)
+        trainer = Trainer(accelerator="cpu", logger=False)
+        (tested,) = trainer.test(made, loader, verbose=False)
+        (validated,) = trainer.validate(made, loader, verbose=False)
+        return {**tested, **validated}
+
+    assert figures(3) == figures(1)
+    masks[:] = 255
+    assert figures(2).keys() == figures(1).keys() >= {"val/miou", "test/loss"}
+    assert {score.support for score in made.class_scores} == {0}
+
+
 def test_a_window_as_large_as_the_image_is_the_whole():
     model = network("per_pixel").eval()
     images = torch.randn(2, 3, *SIZE)
@@ -204,6 +224,8 @@ def test_fine_tuning_trains_the_head_and_keeps_the_rest(method, head):
     ("given", "said"),
     [
         ({"region": [3]}, "region: expected a pixel"),
+        ({"region": [1.5, 3]}, r"region: expected whole numbers of pixels, got \[1.5, 3\]"),
+        ({"region": 3}, "region: expected a pixel"),
         ({"region": [0, 0, 25, 3]}, "within 24 x 32 pixels"),
         ({"overlap": 1.0}, "overlap: expected a share"),
         ({"dice_weight": -1}, "dice_weight: expected at least 0"),
@@ -212,6 +234,28 @@ def test_fine_tuning_trains_the_head_and_keeps_the_rest(method, head):
 def test_wrong_arguments_are_named(given, said):
     with pytest.raises(ValueError, match=said):
         module(network("linear"), **given)
+
+
+def test_a_class_that_was_not_counted_weighs_one():
+    counts = torch.tensor([300, 100, 0])
+
+    class Counted(LightningDataModule):
+        class_counts = counts
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(*halves()), 1)
+
+    made = module(network("linear"), class_weights="balanced")
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, barebones=True)
+    trainer.fit(made, Counted())
+    torch.testing.assert_close(made.class_weights, torch.tensor([400 / 900, 400 / 300, 1.0]))
+
+
+def test_a_network_of_native_sizes_becomes_one_of_its_head():
+    sizes = {"image_size": list(SIZE), "in_channels": 3, "num_classes": 3, "patch_size": 8}
+    model = Segmenter(partial(backbone, native=True), LinearHead, **sizes)
+    with pytest.raises(ValueError, match="expected 24 x 32 pixels"):
+        model(torch.zeros(1, 3, 16, 32))
 
 
 def test_heads_name_what_they_cannot_take():

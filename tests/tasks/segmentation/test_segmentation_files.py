@@ -1,5 +1,8 @@
 """Own folders of pictures and masks: every spelling of a mask, and every mistake by its file."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ from PIL import Image
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.segmentation import SceneMasksData, SegmentationFilesData
+from attnkit.tasks.segmentation.files import find_pairs
 
 HIGH, WIDE = 11, 13
 COLOURS = np.array([[10, 20, 30], [200, 0, 0], [0, 0, 255]], dtype=np.uint8)
@@ -94,6 +98,61 @@ def test_what_does_not_count(tmp_path):
         assert set(data.sets["train"].pair(0)[1].unique().tolist()) == {0, 255}
 
 
+def test_a_mask_has_the_whole_name_of_its_picture_or_its_stem(tmp_path):
+    save(tmp_path, splits=[""], count=12)
+    picture(50).save(tmp_path / "images/0.bmp")
+    Image.fromarray(classes(50)).save(tmp_path / "masks/0.bmp.png")
+    pairs = {
+        os.path.basename(p.image): os.path.basename(p.mask) for p in find_pairs(tmp_path)["train"]
+    }
+    assert (pairs["0.bmp"], pairs["0.png"], pairs["1.png"]) == ("0.bmp.png", "0.png", "1.png")
+
+
+@pytest.mark.parametrize("item", ["see", 1.5, -1])
+def test_what_is_ignored_is_a_class_or_a_number(item, tmp_path):
+    (save(tmp_path) / "classes.txt").write_text("sky\nroad\nsea\n")
+    read(tmp_path, ignored=[77])
+    with pytest.raises(UserError, match=rf"a class or a number, got '{item}'; .* sky, road, sea"):
+        read(tmp_path, ignored=[item])
+    save(tmp_path, lambda m: Image.fromarray(COLOURS[m]))
+    (tmp_path / "classes.csv").write_text(SPELLINGS["colours"][1])
+    with pytest.raises(UserError, match="expected a class, got '1'"):
+        read(tmp_path, ignored=[1])
+
+
+def test_rows_of_one_name_are_one_class(tmp_path):
+    save(tmp_path, lambda m: Image.fromarray(COLOURS[m]))
+    (tmp_path / "classes.csv").write_text(SPELLINGS["colours"][1].replace("sea", "sky"))
+    data = read(tmp_path)
+    assert data.class_names == ["sky", "road"]
+    assert np.array_equal(data.sets["train"].pair(0)[1], classes() == 1)
+
+
+def test_numbers_that_are_ignored_are_no_classes(tmp_path):
+    save(tmp_path, lambda m: Image.fromarray(np.where(m == 2, 254, m).astype(np.uint8)))
+    assert read(tmp_path, ignored=[254]).class_names == ["0", "1"]
+
+
+def test_a_split_in_which_nothing_counts_is_named(tmp_path, capfd):
+    save(tmp_path)
+    for path in (tmp_path / "masks/val").iterdir():
+        Image.fromarray(np.full((HIGH, WIDE), 255, np.uint8)).save(path)
+    read(tmp_path)
+    said = capfd.readouterr().err
+    assert "val: no pixel counts, as all are 255" in said
+    assert "test: no pixel" not in said
+
+
+def test_equal_pictures_stay_on_one_side(tmp_path):
+    save(tmp_path, splits=[""], count=20)
+    for number in range(10):
+        shutil.copy(tmp_path / f"images/{number}.png", tmp_path / f"images/{number + 10}.png")
+    data = read(tmp_path, val_fraction=0.2, test_fraction=0.2)
+    keys = [set(data.sets[split].keys().tolist()) for split in ("train", "val", "test")]
+    assert [len(found) for found in keys] == [6, 2, 2]
+    assert len(set.union(*keys)) == 10
+
+
 def test_without_splits_they_are_taken_from_train(tmp_path):
     save(tmp_path, splits=[""], count=20)
     data = read(tmp_path)
@@ -133,8 +192,28 @@ def forget_masks(root):
     (root / "masks").rename(root / "truth")
 
 
-def misspell_a_table(root):
-    (root / "classes.csv").write_text("name,r,g,b\nsky,1,2,x\n")
+def save_a_mask_as_jpeg(root):
+    (root / "masks/val/1.png").unlink()
+    Image.fromarray(classes()).save(root / "masks/val/1.jpg")
+
+
+def spread_numbers(root):
+    for path in (root / "masks").rglob("*.png"):
+        Image.fromarray(np.asarray(Image.open(path)) * 100).save(path)
+
+
+def table(text):
+    def write(root):
+        (root / "classes.csv").write_bytes(text.encode("latin-1"))
+
+    return write
+
+
+misspell_a_table = table("name,r,g,b\nsky,1,2,x\n")
+share_a_colour = table("name,r,g,b\nsky,1,2,3\nsea,0,0,1\nsky,1,1,1\nroad,0,0,1\n")
+share_a_value = table("name,value\nsky,7\nsea,7\n")
+exceed_a_channel = table("name,r,g,b\nsky,1,2,3\nsea,0,300,1\n")
+write_latin = table("name,value\nciel,0\nmer d'été,1\n")
 
 
 MISTAKES = {
@@ -145,6 +224,12 @@ MISTAKES = {
     break_a_mask: (r"masks.val.1\.png cannot be read", ""),
     break_a_picture: (r"images.val.1\.png cannot be decoded", ""),
     forget_masks: ("must hold images/<split> and masks/<split>", "masks"),
+    save_a_mask_as_jpeg: (r"masks.val.1\.jpg cannot be read: a JPEG", "PNG"),
+    spread_numbers: ("masks hold 0, 100, 200: a table", "data.classes=FILE.csv"),
+    share_a_colour: (r"classes\.csv, line 5: 'road' has .* as 'sea'", ""),
+    share_a_value: (r"classes\.csv, line 3: 'sea' has .* as 'sky'", ""),
+    exceed_a_channel: (r"classes\.csv, line 3: .* channels from 0 to 255", "300"),
+    write_latin: (r"classes\.csv is not UTF-8", ""),
     misspell_a_table: (r"classes\.csv, line 2", "sky,1,2,x"),
 }
 

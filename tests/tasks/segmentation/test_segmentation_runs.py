@@ -29,6 +29,26 @@ def trained(tmp_path_factory):
     return folder
 
 
+def own_pictures(root, count):
+    """A folder of pictures of different sizes, with masks of 3 classes."""
+    draw = np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (root / name).mkdir(parents=True)
+    for number in range(count):
+        size = 26 + number, 31, 3
+        pixels = draw.integers(0, 256, size).astype(np.uint8)
+        Image.fromarray(pixels).save(root / f"images/{number}.jpg")
+        Image.fromarray(pixels[..., 0] // 86).save(root / f"masks/{number}.png")
+    return root
+
+
+def own(root):
+    """The command of a training on such a folder."""
+    of_files = [f"data.root={root}", "data.val_fraction=0.2", "data.test_fraction=0.2"]
+    tiny = [c for c in TINY if not c.startswith("data.num")]
+    return [*tiny, "data=segmentation_files", "data.num_workers=0", *of_files]
+
+
 def figures(folder):
     results = json.loads((folder / "results.json").read_text())
     return {name: value for name, value in results.items() if name.startswith("test/")}
@@ -66,13 +86,51 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(trained, tmp_path):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+def test_windows_are_one_setting_of_data_and_module(trained, tmp_path, capfd):
+    assert main([*TINY, "module.windows=true", f"run_dir={tmp_path / 'wrong'}"]) == 2
+    said = capfd.readouterr().err
+    assert "module.windows: got true, but data.windows is false" in said
+    assert "Traceback" not in said
+    run = tmp_path / "run"
+    root = own_pictures(tmp_path / "own", 6)
+    windows = ["data.windows=true", "data.crop_min_area=null"]
+    assert main([*own(root), *windows, f"run_dir={run}"]) == 0
+    assert main(["run=test", f"ckpt={run}", f"run_dir={tmp_path / 'test'}"]) == 0
+    assert figures(tmp_path / "test") == pytest.approx(figures(run))
+
+
+@pytest.mark.parametrize("levels", [[0, 1, 2], [0, 255, 255]])
+def test_a_folder_of_test_alone_has_the_classes_of_the_module(levels, tmp_path):
+    root = own_pictures(tmp_path / "own", 7)
+    for path in (root / "masks").iterdir():
+        mask = np.array(levels, dtype=np.uint8)[np.asarray(Image.open(path))]
+        Image.fromarray(mask).save(path)
+    for folder in ("images", "masks"):
+        for split, numbers in (("train", "0123"), ("val", "4"), ("test", "56")):
+            (root / folder / split).mkdir()
+            for number in numbers:
+                (path,) = (root / folder).glob(f"{number}.*")
+                path.rename(root / folder / split / path.name)
+    assert main([*own(root), f"run_dir={tmp_path / 'run'}"]) == 0
+    for path in (root / "masks/test").iterdir():  # the last class is not there
+        if levels[1] == 1:
+            Image.fromarray(np.asarray(Image.open(path)).clip(max=1)).save(path)
+    again = ["run=test", f"ckpt={tmp_path / 'run'}"]
+    assert main([*again, f"run_dir={tmp_path / 'whole'}"]) == 0
+    for folder in ("images", "masks"):
+        shutil.copytree(root / folder / "test", tmp_path / "alone" / folder / "test")
+    alone = f"data.root={tmp_path / 'alone'}"
+    assert main([*again, alone, f"run_dir={tmp_path / 'test'}"]) == 0
+    assert figures(tmp_path / "test") == pytest.approx(figures(tmp_path / "whole"))
+
+
 @pytest.mark.parametrize("windows", ["false", "true"])
 def test_predicted_masks_are_indexed_pictures_of_the_same_size(trained, tmp_path, windows):
     command = ["run=predict", f"ckpt={trained / 'run'}", f"images={trained / 'pictures'}"]
     assert main([*command, f"module.windows={windows}", f"run_dir={tmp_path / 'out'}"]) == 0
     rows = (tmp_path / "out" / "predictions.csv").read_text().splitlines()
     names, *shares = (row.split(",") for row in rows)
-    assert names[:3] == ["path", "background", "circle"]
+    assert names[:3] == ["path", "share(background)", "share(circle)"]
     for number, size in enumerate(((40, 30), (19, 61))):
         mask = Image.open(tmp_path / "out" / "masks" / "inner" / f"{number}.jpg.png")
         assert (mask.mode, mask.size) == ("P", size)
@@ -83,19 +141,14 @@ def test_predicted_masks_are_indexed_pictures_of_the_same_size(trained, tmp_path
 
 
 def test_predicted_masks_are_masks_to_train_on(trained, tmp_path):
-    out, root = tmp_path / "out", tmp_path / "data"
-    command = ["run=predict", f"ckpt={trained / 'run'}", f"images={trained / 'pictures'}"]
-    assert main([*command, f"run_dir={out}"]) == 0
-    (root / "images").mkdir(parents=True)
-    (root / "masks").mkdir()
+    root = own_pictures(tmp_path / "data", 6)
+    shutil.rmtree(root / "masks")
+    command = ["run=predict", f"ckpt={trained / 'run'}", f"images={root / 'images'}"]
+    assert main([*command, f"run_dir={tmp_path / 'out'}"]) == 0
+    shutil.copytree(tmp_path / "out" / "masks", root / "masks")
     (root / "classes.txt").write_text("\n".join("abcdefghi"))
-    for number in range(6):
-        shutil.copy(trained / f"pictures/inner/{number % 2}.jpg", root / f"images/{number}.jpg")
-        shutil.copy(out / f"masks/inner/{number % 2}.jpg.png", root / f"masks/{number}.png")
-    own = [c for c in TINY if not c.startswith("data.num")]
-    own += ["data=segmentation_files", f"data.root={root}", "data.num_workers=0"]
-    own += ["data.val_fraction=0.2", "data.test_fraction=0.2", "module.class_weights=balanced"]
-    assert main([*own, f"run_dir={tmp_path / 'own'}"]) == 0
+    balanced = "module.class_weights=balanced"
+    assert main([*own(root), balanced, f"run_dir={tmp_path / 'own'}"]) == 0
 
 
 def test_a_pixel_is_explained(trained, tmp_path, capfd):
