@@ -222,6 +222,19 @@ def test_names_and_columns_of_labels_say_the_same(digits, tmp_path):
     assert labels.isnan().sum() == 1
 
 
+def test_a_list_of_one_column_holds_0_and_1(digits, tmp_path):
+    path = table(tmp_path, ["path", "odd", "large"], changed={4: "2.png,,0"})
+    found = {}
+    for columns in (["odd"], ["odd", "large"]):
+        data = ready(path, digits, target="labels", label_column=columns)
+        assert data.class_names == columns
+        found[len(columns)] = torch.cat([images.labels[:, 0] for images in data.sets.values()])
+    assert found[1].isnan().sum() == 1
+    assert found[1].nansum() == found[2].nansum() > 20
+    one = ready(path, digits, label_column=["odd"], skip_corrupt=True)
+    assert one.class_names == ["0", "1"]
+
+
 def quiet(folder, **options):
     return Trainer(default_root_dir=folder, logger=False, accelerator="cpu",
                    enable_progress_bar=False, enable_model_summary=False,
