@@ -103,7 +103,7 @@ class Sample:
 
 
 def _classes(labels: Tensor) -> Tensor:
-    """Classes [pictures, columns], of the labels or numbers of each picture, or of its one class."""
+    """Classes [pictures, columns], of the labels, the numbers or the one class of each picture."""
     if not labels.is_floating_point():
         return labels.reshape(len(labels), -1)
     columns = []
