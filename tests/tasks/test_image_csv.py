@@ -297,7 +297,7 @@ def test_scores_of_labels_are_scikit_learns(digits, tmp_path):
 
 
 def test_thresholds_are_those_of_the_averaged_weights(digits, tmp_path):
-    """Which are validated, and are what the best checkpoint holds; later steps do not change them."""
+    """Which are validated and are in the best checkpoint; later steps do not change them."""
     data = ready(table(tmp_path, ["path", "kinds"]), digits, target="labels", val_fraction=0.3)
     module = module_for(data)
     saved = [

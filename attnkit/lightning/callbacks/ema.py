@@ -26,8 +26,8 @@ class EMA(WeightAveraging):
     - The average lives on the device of training, and one fused update serves all tensors.
 
     Buffers that are integers are copied, not averaged, and so are those that a module chooses in
-    validation and names in `not_averaged`, a tuple: they belong to the weights of the average, which
-    were validated. Sharded strategies (FSDP) are not supported.
+    validation and names in `not_averaged`, a tuple: they belong to the average, which was
+    validated. Sharded strategies (FSDP) are not supported.
 
     Args:
         decay: d in the long run, in [0, 1).
