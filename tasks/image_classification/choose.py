@@ -74,9 +74,9 @@ class Sample:
         half = len(order) // 2
         self.examples, self.example_labels = small[:half], labels[:half]
         self.others, self.labels = small[half:], labels[half:]
-        found = [column[~column.isnan()].unique() for column in self.labels.T]
-        self._kinds = [(n, kind) for n, kinds in enumerate(found) for kind in kinds]
-        self.chance = sum(len(kinds) > 0 for kinds in found) / max(1, len(self._kinds))
+        columns = [column[~column.isnan()].unique() for column in self.labels.T]
+        self._kinds = [(n, kind) for n, kinds in enumerate(columns) for kind in kinds]
+        self.chance = sum(len(kinds) > 0 for kinds in columns) / max(1, len(self._kinds))
         self.margin = max(1, len(self.labels)) ** -0.5
         self._look = max((_pixels, _edges), key=lambda look: self._known(self.others, look))
         self.as_they_are = self._known(self.others, self._look)

@@ -413,11 +413,11 @@ def test_other_encoders_and_the_random_state_stay():
 def test_where_is_named_where_it_helps():
     wrong = nn.MultiheadAttention(4, 2, add_zero_attn=True)
     model = nn.ModuleList([wrong, nn.MultiheadAttention(4, 2)])
-    with pytest.raises(ValueError, match="zeros; where= can leave it out$"):
+    with pytest.raises(ValueError, match=r"zeros; where= can leave it out$"):
         replace_attention(model, "0")
-    with pytest.raises(ValueError, match="zeros; partial=True or where= leaves it"):
+    with pytest.raises(ValueError, match=r"zeros; partial=True or where= leaves it"):
         replace_attention(model)
-    with pytest.raises(ValueError, match="key of zeros$"):
+    with pytest.raises(ValueError, match=r"key of zeros$"):
         replace_attention(nn.ModuleList([wrong]))
 
 
