@@ -170,6 +170,13 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     if config.get("init") is not None:
         config["init"] = literal(folders.initial(str(config["init"])))
     teacher = (config.get("distill") or {}).get("teacher")
+    if teacher is None and not request.typed("distill.teacher"):  # one of a sweep may be null
+        for typed in request.overrides:
+            if dotted_key(typed).startswith("distill."):
+                raise UserError(
+                    f"{typed}: given without distill.teacher, and has no effect then\n"
+                    "  add distill.teacher=RUN_DIR, a checkpoint or a name of timm"
+                )
     if teacher is not None and absolute(str(teacher)).exists():  # else a name of timm
         config["distill"]["teacher"] = literal(
             str(folders.checkpoint(str(teacher), "distill.teacher"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated
 
+import torch
 from torch import Tensor, nn
 
 from attnkit.core.kernels.choose import named_backend
@@ -90,7 +91,8 @@ def replace_attention(
     `ShiftedWindowAttention`, both versions; torch's `nn.MultiheadAttention` (torchvision's
     VisionTransformer). Where theirs has no bias of keys ours has one that begins at 0, which
     changes nothing under a dot product; where their projections or biases are apart ours is one
-    parameter, a copy.
+    parameter, a copy, and so is NesT's output projection, whose channels are in another order. The
+    state of the random generator stays.
 
     Args:
         model: the network.
@@ -116,7 +118,8 @@ def replace_attention(
         raise ValueError("model: is compiled; replace attention first, then compile")
     changes = Changes(None if mask is None else as_mask(mask), score, normalizer, backend)
     named_backend(backend)
-    changed(MultiHeadAttention(2, 1), changes)  # names a wrong score or normalizer
+    with torch.random.fork_rng(devices=[]):
+        changed(MultiHeadAttention(2, 1), changes)  # names a wrong score or normalizer
     named = dict(_attention_modules(model))
     chosen = {name: module for name, module in named.items() if fnmatchcase(name, where)}
     if not chosen:
@@ -127,16 +130,18 @@ def replace_attention(
         )
     adapters: dict[int, Adapter] = {}
     reasons: dict[str, list[str]] = {}
-    for name, module in chosen.items():
-        try:
-            adapters[id(module)] = convert(module, changes)
-        except ValueError as error:
-            reasons.setdefault(str(error), []).append(name)
+    with torch.random.fork_rng(devices=[]):  # weights that are drawn are replaced by theirs
+        for name, module in chosen.items():
+            try:
+                adapters[id(module)] = convert(module, changes)
+            except ValueError as error:
+                reasons.setdefault(str(error), []).append(name)
     left = tuple(f"{shortened(names)}: {reason}" for reason, names in reasons.items())
     if left and not (partial and adapters):
-        can = "partial=True or where= leaves it as it is" if adapters else "where= can leave it out"
+        can = "; where= can leave it out" if len(named) > len(chosen) else ""
+        can = "; partial=True or where= leaves it as it is" if adapters else can
         raise ValueError(
-            f"model: attention that cannot be replaced: {'; '.join(left)}; {can}"
+            f"model: attention that cannot be replaced: {'; '.join(left)}{can}"
             f"{_unknown(model, named)}"
         )
     if partial and (others := _unknown(model, named)):
@@ -147,7 +152,9 @@ def replace_attention(
             if id(attention) in adapters:
                 parent._modules[child] = adapters[id(attention)]
     for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoder):
+        if isinstance(encoder, nn.TransformerEncoder) and any(
+            isinstance(module, Adapter) for module in encoder.modules()
+        ):
             # else it packs the batch for a kernel that reads the weights of torch's own attention
             encoder.use_nested_tensor = False
     rows = (_row(n, m, adapters[id(m)]) for n, m in chosen.items() if id(m) in adapters)

@@ -16,11 +16,13 @@ SAMPLE = 1000  # pictures that are looked at
 SIDE = 16  # pixels, that they are brought to
 KEPT = 0.9  # of what is known above chance, what an augmentation must leave
 CROPS = (LEAST_CROP, 0.8)  # smallest shares of the area that are tried, in this order
+TENTHS = 10  # that a column of more numbers is cut into
 LEAST_SIDE = 48  # pixels, of pictures that are cropped: smaller ones show one thing that fills them
 
 
 class Known(NamedTuple):
-    """Shares of pictures whose class a simple classifier knows, the mean over the classes.
+    """Shares of pictures whose class a simple classifier knows, the mean over the classes; of
+    several labels or numbers over the classes of each.
 
     Attributes:
         as_they_are: of the pictures themselves.
@@ -49,6 +51,8 @@ class Sample:
 
     A picture has the class of the example that is nearest to it, by the distance of the pixels or
     by that of the edges, whichever knows more. Which pictures these are depends on the set alone.
+    Each label is a class or not, and each number is in one of ten classes of about equal size; what
+    is unknown of a picture (NaN) counts neither as right nor as wrong.
 
     Args:
         images: the training set.
@@ -66,11 +70,13 @@ class Sample:
                 )
             ]
         )
-        small, labels = small[rows.indices.argsort()], images.labels[order]
+        small, labels = small[rows.indices.argsort()], _classes(images.labels[order])
         half = len(order) // 2
         self.examples, self.example_labels = small[:half], labels[:half]
         self.others, self.labels = small[half:], labels[half:]
-        self.chance = 1 / max(1, len(self.labels.unique()))
+        columns = [column[~column.isnan()].unique() for column in self.labels.T]
+        self._kinds = [(n, kind) for n, kinds in enumerate(columns) for kind in kinds]
+        self.chance = sum(len(kinds) > 0 for kinds in columns) / max(1, len(self._kinds))
         self.margin = max(1, len(self.labels)) ** -0.5
         self._look = max((_pixels, _edges), key=lambda look: self._known(self.others, look))
         self.as_they_are = self._known(self.others, self._look)
@@ -86,9 +92,29 @@ class Sample:
         if not len(self.examples):
             return 0.0
         near = torch.cdist(look(pictures), look(self.examples)).argmin(1)
-        right = (self.example_labels[near] == self.labels).double()
-        classes = [right[self.labels == label].mean() for label in self.labels.unique()]
-        return float(torch.stack(classes).mean())
+        said = self.example_labels[near]
+        told = [said[self.labels[:, n] == kind, n] for n, kind in self._kinds]
+        right = [
+            (known == kind).double().mean()
+            for answers, (_, kind) in zip(told, self._kinds, strict=True)
+            if len(known := answers[~answers.isnan()])
+        ]
+        return float(torch.stack(right).mean()) if right else 0.0
+
+
+def _classes(labels: Tensor) -> Tensor:
+    """Classes [pictures, columns], of the labels, the numbers or the one class of each picture."""
+    if not labels.is_floating_point():
+        return labels.reshape(len(labels), -1)
+    columns = []
+    for column in labels.reshape(len(labels), -1).T:
+        known = column[~column.isnan()]
+        if len(known.unique()) > TENTHS:
+            edges = known.quantile(torch.arange(1, TENTHS, dtype=known.dtype) / TENTHS)
+            tenths = torch.bucketize(column, edges, right=True).to(column.dtype)
+            column = tenths.where(~column.isnan(), column)
+        columns.append(column)
+    return torch.stack(columns, dim=1)
 
 
 def _pixels(pictures: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ class ImageCsvData(ImageDataModule):
         target: "classes", "labels" or "numbers".
         path_column: name of the column of files; None: path, file, filename, image or the like.
         label_column: of what is learned, or several names; None: label, class, target or the like,
-            else the one column that is left, or of labels all of 0 and 1 that are left.
+            else the one column that is left, or of labels all of 0 and 1 that are left. Of labels
+            a list of one name is a column of 0 and 1.
         split_column: of train, val or test, in any of their usual spellings; None: split, subset or
             set, if there is one; "": none.
         group_column: of what has to stay together; None: group, patient, subject or scene, if there
@@ -194,7 +195,9 @@ class ImageCsvData(ImageDataModule):
         lines = list(self.table.rows())
         at = self._label_places([path_at, split_at, group_at], lines)
         named = [self.table.header[place].strip() for place in at]
-        columns = named if self.target == "numbers" or len(at) > 1 else []
+        is_listed = len(at) > 1 or not isinstance(self.label_column, str | None)
+        in_columns = self.target == "numbers" or (self.target == "labels" and is_listed)
+        columns = named if in_columns else []
         found: dict[str, _Row] = {}
         problems = []
         for where, line in lines:
@@ -210,7 +213,7 @@ class ImageCsvData(ImageDataModule):
                     raise UserError(f"{where}: no {self.table.header[path_at].strip()}")
                 if not os.path.isfile(path):
                     raise UserError(f"{where}: no such image: {path}")
-                truth = self._truth([fields[place] for place in at], named, where)
+                truth = self._truth([fields[n] for n in at], named, where, in_columns)
                 group = "" if group_at is None else fields[group_at] or path
                 row = _Row(where, path, split, group, truth)
                 first = found.setdefault(path, row)
@@ -223,13 +226,15 @@ class ImageCsvData(ImageDataModule):
                 problems.append(str(error).removeprefix("data: "))
         return list(found.values()), problems, columns
 
-    def _truth(self, cells: Sequence[str], named: Sequence[str], where: str) -> tuple[Any, ...]:
+    def _truth(
+        self, cells: Sequence[str], named: Sequence[str], where: str, in_columns: bool
+    ) -> tuple[Any, ...]:
         """What is to be learned of a row, from the cells of its columns."""
         if self.target == "classes":
             if not cells[0]:
                 raise UserError(f"{where}: no {named[0]}")
             return (cells[0],)
-        if self.target == "labels" and len(cells) == 1:
+        if not in_columns:
             names = (name.strip() for name in cells[0].split(self.separator))
             return tuple(sorted({name for name in names if name}))
         found = []

@@ -81,6 +81,7 @@ class ImageValues(OfImages, ValuesModule):
         self.outputs_name = "logits" if target == "labels" else "numbers"
         if target == "labels":
             self.register_buffer("thresholds", torch.full((num_outputs,), 0.5))
+            self.not_averaged = ("thresholds",)  # by EMA
             self.val_values = AllValues()
         self.all_test_values = AllValues()
         self.class_scores: list[ClassScore] = []

@@ -399,6 +399,28 @@ def test_torchs_encoder_keeps_off_its_fast_path():
     torch.testing.assert_close(output[~hidden], expected[~hidden])
 
 
+def test_other_encoders_and_the_random_state_stay():
+    encoders = nn.ModuleList(
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 2, 8, batch_first=True), 1)
+        for _ in range(2)
+    )
+    before = torch.get_rng_state()
+    replace_attention(encoders, "1.*", score=attnkit.learned_scores.CosineScore)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [encoder.use_nested_tensor for encoder in encoders] == [True, False]
+
+
+def test_where_is_named_where_it_helps():
+    wrong = nn.MultiheadAttention(4, 2, add_zero_attn=True)
+    model = nn.ModuleList([wrong, nn.MultiheadAttention(4, 2)])
+    with pytest.raises(ValueError, match=r"zeros; where= can leave it out$"):
+        replace_attention(model, "0")
+    with pytest.raises(ValueError, match=r"zeros; partial=True or where= leaves it"):
+        replace_attention(model)
+    with pytest.raises(ValueError, match=r"key of zeros$"):
+        replace_attention(nn.ModuleList([wrong]))
+
+
 class Subclass(timm.layers.Attention):
     pass
 

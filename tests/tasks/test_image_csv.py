@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.metrics import average_precision_score, f1_score, r2_score
 
 import attnkit
 from attnkit.launch.main import main
-from attnkit.lightning import UserError, ValueReport
+from attnkit.lightning import EMA, UserError, ValueReport
 from attnkit.lightning.resume.sampler import grouped_split
 from attnkit.tasks.image_classification import ImageClassification, ImageCsvData, ImageValues
 from attnkit.tasks.image_classification.values import best_threshold
@@ -222,10 +223,25 @@ def test_names_and_columns_of_labels_say_the_same(digits, tmp_path):
     assert labels.isnan().sum() == 1
 
 
+def test_a_list_of_one_column_holds_0_and_1(digits, tmp_path):
+    path = table(tmp_path, ["path", "odd", "large"], changed={4: "2.png,,0"})
+    found = {}
+    for columns in (["odd"], ["odd", "large"]):
+        data = ready(path, digits, target="labels", label_column=columns)
+        assert data.class_names == columns
+        found[len(columns)] = torch.cat([images.labels[:, 0] for images in data.sets.values()])
+    assert found[1].isnan().sum() == 1
+    assert found[1].nansum() == found[2].nansum() > 20
+    one = ready(path, digits, label_column=["odd"], skip_corrupt=True)
+    assert one.class_names == ["0", "1"]
+
+
+QUIET = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False,
+         "enable_model_summary": False}  # fmt: skip
+
+
 def quiet(folder, **options):
-    return Trainer(default_root_dir=folder, logger=False, accelerator="cpu",
-                   enable_progress_bar=False, enable_model_summary=False,
-                   enable_checkpointing=False, **options)  # fmt: skip
+    return Trainer(default_root_dir=folder, enable_checkpointing=False, **QUIET, **options)
 
 
 def module_for(data, kind=ImageValues):
@@ -278,6 +294,30 @@ def test_scores_of_labels_are_scikit_learns(digits, tmp_path):
         assert names == [
             n for n, c in zip(data.class_names, scores[row] >= thresholds, strict=True) if c
         ]
+
+
+def test_thresholds_are_those_of_the_averaged_weights(digits, tmp_path):
+    """Which are validated and are in the best checkpoint; later steps do not change them."""
+    data = ready(table(tmp_path, ["path", "kinds"]), digits, target="labels", val_fraction=0.3)
+    module = module_for(data)
+    saved = [
+        ModelCheckpoint(tmp_path, monitor="val/loss", filename="best"),
+        ModelCheckpoint(
+            tmp_path, every_n_train_steps=1, filename="last", enable_version_counter=False
+        ),
+    ]
+    options = {"max_epochs": 3, "check_val_every_n_epoch": 2, "callbacks": [EMA(0.9), *saved]}
+    Trainer(**{**QUIET, **options}, default_root_dir=tmp_path).fit(module, datamodule=data)
+    val = data.sets["val"]
+    for name in ("best", "last"):
+        state = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
+        assert torch.equal(state["thresholds"], module.thresholds)
+        if name == "best":
+            module.load_state_dict(state)
+            with torch.no_grad():
+                scores = module.eval()(val.fetch(torch.arange(len(val)))).sigmoid()
+            expected = [best_threshold(s, t) for s, t in zip(scores.T, val.labels.T, strict=True)]
+            assert state["thresholds"].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_thresholds():

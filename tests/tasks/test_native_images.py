@@ -179,6 +179,10 @@ def test_commands_train_test_and_predict(folder, tmp_path_factory, capfd):
     predict = ["run=predict", f"ckpt={out}/whole", f"images={folder}", f"run_dir={out}/p"]
     assert main(predict) in (0, None)
     assert len((out / "p" / "predictions.csv").read_text().splitlines()) == 47
+    capfd.readouterr()
+    assert main([*common, f"distill.teacher={out}/whole", f"run_dir={out}/student"]) == 2
+    said = capfd.readouterr().err
+    assert "distill.teacher: expected images of one size, got data.native=true; data.nat" in said
 
 
 def test_a_model_of_one_size_is_refused(folder):

@@ -49,8 +49,8 @@ class Distillation(Callback):
 
     Raises:
         ValueError: a weight or temperature out of range.
-        UserError: when the training begins: the teacher cannot be had, has other classes, or the
-            module is no classifier of images.
+        UserError: when the training begins: the teacher cannot be had, has other classes, the
+            module is no classifier of images, or these keep their own sizes.
     """
 
     def __init__(
@@ -80,6 +80,11 @@ class Distillation(Callback):
             raise UserError(
                 f"distill.teacher: {type(pl_module).__name__} is no classifier of images; "
                 "the tasks vit, spatial and channel have one"
+            )
+        if getattr(getattr(trainer, "datamodule", None), "native", False):
+            raise UserError(
+                "distill.teacher: expected images of one size, got data.native=true; "
+                "data.native=false resizes them"
             )
         with torch.random.fork_rng(devices=[]):  # weights that are drawn are replaced by others
             self._teacher, self._facts = _teacher(self.given, pl_module, self.weight > 0)

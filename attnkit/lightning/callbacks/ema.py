@@ -25,7 +25,9 @@ class EMA(WeightAveraging):
     - After an error in validation the trained weights are put back before anything is saved.
     - The average lives on the device of training, and one fused update serves all tensors.
 
-    Buffers that are integers are copied, not averaged. Sharded strategies (FSDP) are not supported.
+    Buffers that are integers are copied, not averaged, and so are those that a module chooses in
+    validation and names in `not_averaged`, a tuple: they belong to the average, which was
+    validated. Sharded strategies (FSDP) are not supported.
 
     Args:
         decay: d in the long run, in [0, 1).
@@ -60,6 +62,13 @@ class EMA(WeightAveraging):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_epoch_end(trainer, pl_module)
         self._swapped = False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After the module's own end of the epoch, and before checkpoints are saved."""
+        if self._average_model is not None:
+            for name in getattr(pl_module, "not_averaged", ()):
+                # Equal ones stay equal when they are averaged.
+                self._average_model.module.get_buffer(name).copy_(pl_module.get_buffer(name))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -29,8 +29,10 @@ class Minutes(Callback):
     Once some batches are measured (ten at least, and 2 % of the time), the number of epochs is
     decided, E = minutes / (b · s + v), with b batches of s seconds in an epoch and v seconds of
     validation. Where that gives fewer than six, an epoch has fewer batches, so that the last one
-    ends in time with its validation. The learning-rate schedule is made anew for these epochs, so
-    that warm-up and decay end with them; until then it is that of the trainer's `max_epochs`.
+    ends in time with its validation. Of data without a length whole epochs are measured, and the
+    first is ended where it takes all the time. The learning-rate schedule is made anew for these
+    epochs, so that warm-up and decay end with them; until then it is that of the trainer's
+    `max_epochs`.
     After an epoch E is counted again where training would end more than 5 % of the time too early
     or too late; the number of batches stays.
 
@@ -56,7 +58,8 @@ class Minutes(Callback):
         self._epoch_seconds = math.inf
         self._used = 0.0  # before this process
         self._began = self._epoch_began = self._measured_from = math.nan
-        self._measured = self._of_epoch = self._done = 0  # in this process: batches, and epochs
+        self._measured = self._of_epoch = self._in_epoch = 0  # batches, the last also before
+        self._done = 0  # epochs in this process
 
     @property
     def used(self) -> float:
@@ -64,6 +67,9 @@ class Minutes(Callback):
         return self._used + (0.0 if math.isnan(self._began) else monotonic() - self._began)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # another one may have been before
+            self.epochs = self.batches = None
+            self._epoch_seconds, self._used = math.inf, 0.0
         if trainer.max_epochs in (None, -1):
             trainer.fit_loop.max_epochs = PROVISIONAL
 
@@ -77,6 +83,7 @@ class Minutes(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._of_epoch += 1
+        self._in_epoch = batch_idx + 1
         if self.epochs is not None or self._done:
             return
         wait_for_device(pl_module)
@@ -90,7 +97,9 @@ class Minutes(Callback):
             self._decide(trainer, batch_idx + 1, passed / self._measured)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._of_epoch == trainer.num_training_batches:  # else it was resumed within it
+        full = trainer.num_training_batches
+        if self._of_epoch == (full if math.isfinite(full) else self._in_epoch):
+            # else it was resumed within it
             seconds = monotonic() - self._epoch_began
             known = math.isfinite(self._epoch_seconds)
             self._epoch_seconds = (seconds + self._epoch_seconds) / 2 if known else seconds
@@ -115,6 +124,9 @@ class Minutes(Callback):
     def _decide(self, trainer: Trainer, done: int, step: float) -> None:
         """The first count, after `done` batches of an epoch, of `step` seconds each."""
         full = trainer.num_training_batches
+        if math.isinf(full):  # only the end of an epoch tells how long it is
+            trainer.should_stop |= self._told(trainer, self.used >= self.seconds)
+            return
         validation = FORWARD * step * sum(trainer.num_val_batches)
         validation /= trainer.check_val_every_n_epoch or 1
         total = trainer.current_epoch + (self.seconds - self.used + done * step) / (
@@ -141,7 +153,8 @@ class Minutes(Callback):
             private.set_num_batches(trainer, batches)
         _schedule_again(trainer)
         if trainer.is_global_zero:
-            each = f" of {trainer.num_training_batches:,} batches"
+            count = trainer.num_training_batches
+            each = f" of {count:,} batches" if math.isfinite(count) else ""
             say(
                 f"trainer.minutes={self.seconds / 60:g}: {epochs:,} epochs{each if first else ''}"
                 f", {self._epoch_seconds:.3g} s each; the learning rate follows"

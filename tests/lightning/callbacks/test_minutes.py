@@ -5,7 +5,7 @@ import torch
 from lightning import Callback
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from attnkit.lightning import ExactResume, TaskModule
 from attnkit.lightning.callbacks import minutes as module_of_minutes
@@ -58,7 +58,10 @@ class Watch(Callback):
 def fit(digits, make_trainer, monkeypatch):
     """Train for so many minutes of the clock; what there is to know then."""
 
-    def fit(minutes, batches=20, *, watch=None, kind=Timed, ckpt_path=None, settings=None, **more):
+    def fit(
+        minutes, batches=20, *, watch=None, kind=Timed, ckpt_path=None, settings=None, train=None,
+        counted=None, **more,
+    ):  # fmt: skip
         clock = Clock()
         monkeypatch.setattr(module_of_minutes, "monotonic", lambda: clock.now)
         torch.manual_seed(0)
@@ -68,8 +71,9 @@ def fit(digits, make_trainer, monkeypatch):
             setattr(module, name, value)
         numbers = torch.arange(3 * batches) % len(digits)
         images, labels = digits[numbers]
-        train = DataLoader(TensorDataset(images, labels), 3, shuffle=True)
-        watch, counted = watch or Watch(), Minutes(minutes)
+        if train is None:
+            train = DataLoader(TensorDataset(images, labels), 3, shuffle=True)
+        watch, counted = watch or Watch(), counted or Minutes(minutes)
         more = {"max_epochs": 7, "num_sanity_val_steps": 0, **more}
         trainer = make_trainer(callbacks=[counted, watch, ExactResume()], **more)
         options = {"ckpt_path": ckpt_path, "weights_only": True} if ckpt_path else {}
@@ -144,6 +148,44 @@ def test_another_module_is_told_that_its_schedule_is_its_own(fit):
 
     with pytest.warns(UserWarning, match="Own makes its learning-rate schedule itself"):
         fit(1, kind=Own)
+
+
+class Stream(IterableDataset):
+    """Digits, nobody knows how many."""
+
+    def __init__(self, digits, count):
+        self.digits, self.count = digits, count
+
+    def __iter__(self):
+        return (self.digits[n % len(self.digits)] for n in range(self.count))
+
+
+class Constant(Timed):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("count", "epochs", "steps"),
+    [(60, 29, 580), (3000, 1, 600)],  # the second would take 1000 s
+)
+def test_data_without_a_length(fit, digits, count, epochs, steps):
+    """Whole epochs, or the first until the time is over."""
+    trainer, _, watch, _, seconds = fit(10, train=DataLoader(Stream(digits, count), 3),
+                                        kind=Constant)  # fmt: skip
+    assert abs(trainer.current_epoch - epochs) <= 1
+    assert abs(trainer.global_step - steps) <= 21
+    assert abs(seconds - 600) <= TOLERANCE * 600
+    assert watch.validated[-1] == trainer.global_step
+
+
+def test_a_second_fit_counts_anew(fit):
+    counted = Minutes(10)
+    (one, *_, first), (two, *_, second) = (
+        fit(10, batches, counted=counted) for batches in (20, 40)
+    )
+    assert first == pytest.approx(second, rel=2 * TOLERANCE)
+    assert two.current_epoch < one.current_epoch - 10
 
 
 @pytest.mark.parametrize("minutes", [0, -1, float("inf")])

@@ -64,6 +64,44 @@ def test_colours_do_not_hide_where_something_points():
     assert settle(Augment(**AUTO), images) == {"horizontal_flip": 0.0, "crop_min_area": None}
 
 
+def valued(images, labels):
+    """As a table of several labels or numbers has them."""
+    found = MemoryImages(images, torch.zeros(len(images)))
+    found.labels = labels
+    return found
+
+
+def test_labels_that_are_unknown_do_not_count():
+    """Of each label by itself; one that nobody knows is none."""
+    pictures, names = digits(), torch.arange(10)
+    labels = (pictures.labels.unsqueeze(1) == names).float()
+    whole = Sample(valued(pictures.images, labels))
+    assert whole.chance == 0.5
+    assert whole.as_they_are > 0.9
+    labels[::7, :5], labels[:, 9] = torch.nan, torch.nan
+    partly = Sample(valued(pictures.images, labels))
+    assert partly.chance == 0.5
+    assert partly.as_they_are == pytest.approx(whole.as_they_are, abs=0.03)
+    assert settle(Augment(**AUTO), valued(pictures.images, labels)) == {
+        "horizontal_flip": 0.0, "crop_min_area": 0.8}  # fmt: skip
+    none = Sample(valued(pictures.images, torch.full_like(labels, torch.nan)))
+    assert none.known_after(lambda p: p.flip(-1)).keeps is None
+
+
+@pytest.mark.parametrize(("column", "flip"), [(0, 0.0), (1, 0.5)])
+def test_numbers_may_change_with_a_flip(column, flip):
+    """Where a spot is from left to right changes, and how far down it is does not."""
+    places = torch.randint(40, (600, 2), generator=torch.Generator().manual_seed(0))
+    at = torch.arange(40)
+    spots = [((at - x).abs() < 6) & ((at - y).abs() < 6).unsqueeze(1) for x, y in places]
+    images = torch.stack(spots).to(torch.uint8).mul(255).unsqueeze(1).repeat(1, 3, 1, 1)
+    numbers = places[:, column : column + 1].float() - 20
+    sample = Sample(valued(images, numbers))
+    assert sample.chance == pytest.approx(0.1)
+    chosen = settle(Augment(**AUTO), valued(images, numbers))
+    assert chosen == {"horizontal_flip": flip, "crop_min_area": None}
+
+
 @pytest.mark.parametrize(("channels", "flip"), [(1, 0.0), (3, 0.5)])
 def test_of_noise_nothing_is_known(channels, flip):
     generator = torch.Generator().manual_seed(0)
