@@ -37,7 +37,7 @@ tokens=16 bands=11 patches=15 rows=4 chosen_heads=8 key_head_dim=26 items=10 seq
 query_blocks=3 key_blocks=4 channels=18 height=12 width=20 head_channels=9 classes=31
 nodes=19 targets=19 sources=29 edges=23 edge_dim=17 pairs=37 position_dim=30
 source_channels=8 target_channels=10 in_channels=18 out_channels=78
-positions=15 memory_dim=28 words=32 vocabulary_size=33 layers=1 hypotheses=2 returned=3
+pixels=288 positions=15 memory_dim=28 words=32 vocabulary_size=33 layers=1 hypotheses=2 returned=3
 map_height=3 map_width=5 mask_height=21 mask_width=25 points=41 places=15 orders=2
 """
 SIZES: Sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", NAMES)}
@@ -379,6 +379,7 @@ def positions_():
     tables = [*[floats("batch 1 keys bands")] * 2, *[floats("batch 1 queries bands")] * 2]
     yield called(Rotation, *tables)
     yield called(Rotation(*tables).__call__, floats(QUERY), floats(KEY))
+    yield called(Rotation(*tables).queries_at, integers("rows", below="keys"))
 
 
 def maps():
@@ -406,6 +407,10 @@ def tokens():
     vit = attnkit.ViT(**options, dim=24, depth=1, num_heads=2)
     for method in (vit.forward, vit.features, vit.tokens):
         yield called(method, images)
+    yield called(vit.layers, images, [0])
+    yield called(vit.patch_embed.embed, floats("batch patches pixels"))
+    yield called(models.PackedImages, floats("patches pixels"), [(3, 5)])
+    yield called(models.PackedImages.of, [floats("channels height width")], (4, 4))
 
 
 def graphs():

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from attnkit.core.lazy import lazy
 
 if TYPE_CHECKING:
+    from attnkit.layers.tokens.patch import PackedImages
     from attnkit.models.backbones import timm_backbone
     from attnkit.models.captioning.captioner import Captioner
     from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from attnkit.models.captioning.transformer_decoder import TransformerDecoder
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer
-    from attnkit.models.native import PackedImages
     from attnkit.models.polynormer import Polynormer
     from attnkit.models.resnet import ResNet
     from attnkit.models.sgformer import SGFormer

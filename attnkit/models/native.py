@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,69 +12,12 @@ from torch import Tensor
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.positions.absolute import resize_positions, sincos_2d
 from attnkit.core.positions.rotary import Rotary2d, Rotation
-from attnkit.layers.tokens.patch import cut_patches
+from attnkit.layers.tokens.patch import Grid, PackedImages
 
 if TYPE_CHECKING:
     from attnkit.models.vit import ViT
 
-Grid = tuple[int, int]
 _KEPT = 1024  # tables of fixed positions, one for each grid
-
-
-@dataclass(frozen=True)
-class PackedImages:
-    """The patches of several images, one image after the other, as `ViT` takes them.
-
-    Attributes:
-        patches: the pixels of each patch, in the order of `PatchEmbedding`'s weight.
-        grids: rows and columns of patches of each image; their products sum to the patches.
-
-    Raises:
-        ValueError: no image, a grid without patches, or another number of patches.
-    """
-
-    patches: Annotated[Tensor, "patches pixels"]
-    grids: Sequence[Grid]
-
-    def __post_init__(self) -> None:
-        if not self.grids:
-            raise ValueError("images: expected at least one image, got an empty batch")
-        total = sum(rows * columns for rows, columns in self.grids)
-        if min(map(min, self.grids)) < 1 or total != len(self.patches):
-            raise ValueError(
-                f"grids: expected grids of {len(self.patches)} patches in all, got {total} patches"
-            )
-
-    def __len__(self) -> int:
-        return len(self.grids)
-
-    @classmethod
-    def of(cls, images: Sequence[Tensor], patch_size: Grid) -> PackedImages:
-        """Images `[channels, height, width]`, each side a multiple of the patch, cut and packed.
-
-        Raises:
-            ValueError: an empty batch, an image of another shape, or of another dtype or number of
-                channels than the first; it is named by its number.
-        """
-        parts, grids = [], []
-        for number, image in enumerate(images):
-            if image.ndim != 3:
-                raise ValueError(
-                    f"images[{number}]: expected [channels, height, width], got {list(image.shape)}"
-                )
-            kind, expected = ((len(one), one.dtype) for one in (image, images[0]))
-            if kind != expected:
-                raise ValueError(
-                    f"images[{number}]: expected {expected[0]} channels of {expected[1]}, as "
-                    f"images[0], got {kind[0]} of {kind[1]}"
-                )
-            try:
-                patches = cut_patches(image[None], patch_size)[0]
-            except ValueError as error:
-                raise ValueError(f"images[{number}]: {error}") from error
-            parts.append(patches)
-            grids.append((image.shape[-2] // patch_size[0], image.shape[-1] // patch_size[1]))
-        return cls(torch.cat(parts) if parts else torch.empty(0, 1), grids)
 
 
 def encode(
@@ -140,7 +82,7 @@ def rotation_on(vit: ViT, grid: Grid, kept: Tensor | None = None) -> Rotation | 
     own = grid == vit.grid
     rotary = vit.rotary if own else _rotary(vit.head_dim, grid, vit.num_prefix_tokens)
     rotation = rotary.rotation(kept if own or kept is None else kept.cpu())
-    return rotation if own else rotation.to(vit.rotary.cos)
+    return rotation if own else rotation.to(vit.rotary.cos.device, vit.rotary.cos.dtype)
 
 
 def _embed(vit: ViT, images: PackedImages) -> tuple[Tensor, list[int], Rotation | None]:

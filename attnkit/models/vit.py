@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from timm.layers import PatchDropoutWithIndices, trunc_normal_
@@ -17,12 +17,10 @@ from attnkit.core.projections import reset_linear
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.tokens.block import Activation, TransformerBlock
-from attnkit.layers.tokens.patch import PatchEmbedding
+from attnkit.layers.tokens.patch import PackedImages, PatchEmbedding
 
 Images = Annotated[Tensor, "batch channels height width"]
 OwnSizes = Sequence[Annotated[Tensor, "channels height width"]]
-if TYPE_CHECKING:
-    from attnkit.models.native import PackedImages
 
 PositionKind = Literal["learned", "factorized2d", "sincos2d", "rotary2d"]
 LEARNED_POSITIONS = ("learned", "factorized2d")
@@ -242,14 +240,12 @@ class ViT(nn.Module):
         return self._grid(self.image_size, self.patch_embed.patch_size)
 
     def forward(
-        self, images: "Images | OwnSizes | PackedImages"
+        self, images: Images | OwnSizes | PackedImages
     ) -> Annotated[Tensor, "batch classes"]:
         """Logits."""
         return self.head(self.features(images))
 
-    def features(
-        self, images: "Images | OwnSizes | PackedImages"
-    ) -> Annotated[Tensor, "batch dim"]:
+    def features(self, images: Images | OwnSizes | PackedImages) -> Annotated[Tensor, "batch dim"]:
         """What the head reads: the pooled, normalized vector."""
         images = self._together(images)
         if not isinstance(images, Tensor):
@@ -265,7 +261,7 @@ class ViT(nn.Module):
         return self.pooled_norm(patches.mean(dim=1) if self.pool is None else self.pool(patches))
 
     def tokens(
-        self, images: "Images | OwnSizes | PackedImages"
+        self, images: Images | OwnSizes | PackedImages
     ) -> Annotated[Tensor, "batch tokens dim"] | list[Annotated[Tensor, "tokens dim"]]:
         """All tokens, prefix and patches, after the last block and norm; of a list of images or
         `PackedImages`, a list with those of each.

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit import Padding, ViT
-from attnkit.models.native import PackedImages, positions_on
+from attnkit.models import PackedImages
+from attnkit.models.native import positions_on
 
 PATCH = 16
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from attnkit import ViT
 from attnkit.interop import from_timm
-from attnkit.models.native import PackedImages
+from attnkit.models import PackedImages
 
 SIZES = [(12, 20), (8, 4), (16, 28), (12, 20), (4, 44)]
 

@@ -51,13 +51,13 @@ class Rotation:
         """The same rotation where only the first tokens are queries, and all tokens are keys."""
         return self.queries_at(slice(num_queries))
 
-    def queries_at(self, rows: slice | Tensor) -> "Rotation":
+    def queries_at(self, rows: slice | Annotated[Tensor, "rows", int]) -> "Rotation":
         """The same rotation where only the tokens in these rows are queries."""
         return Rotation(self.cos, self.sin, self.cos[..., rows, :], self.sin[..., rows, :])
 
-    def to(self, like: Tensor) -> "Rotation":
-        """The same rotation in the dtype and on the device of a tensor; queries are all tokens."""
-        return Rotation(self.cos.to(like), self.sin.to(like))
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Rotation":
+        """The same rotation on a device and in a dtype; queries are all tokens."""
+        return Rotation(self.cos.to(device, dtype), self.sin.to(device, dtype))
 
     @staticmethod
     def joined(rotations: "Sequence[Rotation]") -> "Rotation":

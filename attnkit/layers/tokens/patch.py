@@ -1,11 +1,16 @@
 """An image cut into patches, each embedded linearly."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from timm.layers import resample_patch_embed
 from torch import Tensor, nn
+
+Grid = tuple[int, int]
 
 
 def cut_patches(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
@@ -69,8 +74,10 @@ class PatchEmbedding(nn.Module):
             )
         return self.embed(cut_patches(images, self.patch_size))
 
-    def embed(self, patches: Tensor) -> Tensor:
-        """Tokens `[…, dim]` of patches that are cut already, `[…, pixels]`."""
+    def embed(
+        self, patches: Annotated[Tensor, "*batch patches pixels"]
+    ) -> Annotated[Tensor, "*batch patches dim"]:
+        """Tokens of patches that are cut already."""
         if not patches.is_floating_point():
             raise TypeError(f"images: expected a floating-point tensor, got {patches.dtype}")
         if patches.shape[-1] != self.weight[0].numel():
@@ -95,3 +102,61 @@ class PatchEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"patch_size={self.patch_size}, in_channels={self.in_channels}, dim={self.dim}"
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The patches of several images, one image after the other, as `ViT` takes them.
+
+    Attributes:
+        patches: the pixels of each patch, in the order of `PatchEmbedding`'s weight.
+        grids: rows and columns of patches of each image; their products sum to the patches.
+
+    Raises:
+        ValueError: no image, a grid without patches, or another number of patches.
+    """
+
+    patches: Annotated[Tensor, "patches pixels"]
+    grids: Sequence[Grid]
+
+    def __post_init__(self) -> None:
+        if not self.grids:
+            raise ValueError("images: expected at least one image, got an empty batch")
+        total = sum(rows * columns for rows, columns in self.grids)
+        if min(map(min, self.grids)) < 1 or total != len(self.patches):
+            raise ValueError(
+                f"grids: expected grids of {len(self.patches)} patches in all, got {total} patches"
+            )
+
+    def __len__(self) -> int:
+        return len(self.grids)
+
+    @classmethod
+    def of(
+        cls, images: Sequence[Annotated[Tensor, "channels height width"]], patch_size: Grid
+    ) -> "PackedImages":
+        """Images `[channels, height, width]`, each side a multiple of the patch, cut and packed.
+
+        Raises:
+            ValueError: an empty batch, an image of another shape, or of another dtype or number of
+                channels than the first; it is named by its number.
+        """
+        parts, grids = [], []
+        for number, image in enumerate(images):
+            if image.ndim != 3:
+                raise ValueError(
+                    f"images[{number}]: expected [channels, height, width], got {list(image.shape)}"
+                )
+            kind, expected = ((len(one), one.dtype) for one in (image, images[0]))
+            if kind != expected:
+                raise ValueError(
+                    f"images[{number}]: expected {expected[0]} channels of {expected[1]}, as "
+                    f"images[0], got {kind[0]} of {kind[1]}"
+                )
+            try:
+                patches = cut_patches(image[None], patch_size)[0]
+            except ValueError as error:
+                raise ValueError(f"images[{number}]: {error}") from error
+            parts.append(patches)
+            grids.append((image.shape[-2] // patch_size[0], image.shape[-1] // patch_size[1]))
+        return cls(torch.cat(parts) if parts else torch.empty(0, 1), grids)
