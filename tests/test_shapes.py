@@ -408,7 +408,6 @@ def tokens():
     for method in (vit.forward, vit.features, vit.tokens):
         yield called(method, images)
     yield called(vit.layers, images, [0])
-    yield called(vit.patch_embed.embed, floats("batch patches pixels"))
     yield called(models.PackedImages, floats("patches pixels"), [(3, 5)])
     yield called(models.PackedImages.of, [floats("channels height width")], (4, 4))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.positions.absolute import resize_positions, sincos_2d
 from attnkit.core.positions.rotary import Rotary2d, Rotation
-from attnkit.layers.tokens.patch import Grid, PackedImages
+from attnkit.layers.tokens.patch import Grid, PackedImages, embed_patches
 
 if TYPE_CHECKING:
     from attnkit.models.vit import ViT
@@ -87,7 +87,7 @@ def rotation_on(vit: ViT, grid: Grid, kept: Tensor | None = None) -> Rotation | 
 
 def _embed(vit: ViT, images: PackedImages) -> tuple[Tensor, list[int], Rotation | None]:
     counts = [rows * columns for rows, columns in images.grids]
-    tokens = vit.patch_embed.embed(images.patches)
+    tokens = embed_patches(images.patches, vit.patch_embed.weight, vit.patch_embed.bias)
     added = {grid: positions_on(vit, grid) for grid in dict.fromkeys(images.grids)}
     if any(positions is not None for positions in added.values()):
         tokens = tokens + torch.cat([added[grid] for grid in images.grids])  # type: ignore[misc]

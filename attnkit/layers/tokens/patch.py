@@ -31,6 +31,24 @@ def cut_patches(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
 
 
+def embed_patches(patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Tokens `[…, dim]` of patches that are cut already, `[…, pixels]`, by the parameters of a
+    `PatchEmbedding`.
+
+    Raises:
+        TypeError: patches are not floating point.
+        ValueError: patches of another size or number of channels.
+    """
+    if not patches.is_floating_point():
+        raise TypeError(f"images: expected a floating-point tensor, got {patches.dtype}")
+    if patches.shape[-1] != weight[0].numel():
+        raise ValueError(
+            f"images: expected {weight.shape[1]} channels in patches of {weight.shape[2]} x "
+            f"{weight.shape[3]}, which are {weight[0].numel()} numbers, got {patches.shape[-1]}"
+        )
+    return F.linear(patches, weight.flatten(1), bias)
+
+
 class PatchEmbedding(nn.Module):
     """Linear embedding of non-overlapping patches.
 
@@ -72,21 +90,7 @@ class PatchEmbedding(nn.Module):
                 f"images: expected [batch, {self.in_channels}, height, width], "
                 f"got {list(images.shape)}"
             )
-        return self.embed(cut_patches(images, self.patch_size))
-
-    def embed(
-        self, patches: Annotated[Tensor, "*batch patches pixels"]
-    ) -> Annotated[Tensor, "*batch patches dim"]:
-        """Tokens of patches that are cut already."""
-        if not patches.is_floating_point():
-            raise TypeError(f"images: expected a floating-point tensor, got {patches.dtype}")
-        if patches.shape[-1] != self.weight[0].numel():
-            raise ValueError(
-                f"images: expected {self.in_channels} channels in patches of "
-                f"{self.patch_size[0]} x {self.patch_size[1]}, which are {self.weight[0].numel()} "
-                f"numbers, got {patches.shape[-1]}"
-            )
-        return F.linear(patches, self.weight.flatten(1), self.bias)
+        return embed_patches(cut_patches(images, self.patch_size), self.weight, self.bias)
 
     def resize(self, patch_size: tuple[int, int]) -> "PatchEmbedding":
         """Change the patch size in place; returns self.
