@@ -172,7 +172,7 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     teacher = (config.get("distill") or {}).get("teacher")
     if teacher is None and not request.typed("distill.teacher"):  # one of a sweep may be null
         for typed in request.overrides:
-            if dotted_key(typed).startswith("distill."):
+            if dotted_key(typed).partition(".")[0] == "distill":
                 raise UserError(
                     f"{typed}: given without distill.teacher, and has no effect then\n"
                     "  add distill.teacher=RUN_DIR, a checkpoint or a name of timm"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit import Padding, ViT
+from attnkit.layers.tokens.patch import embed_patches
 from attnkit.models import PackedImages
 from attnkit.models.native import positions_on
 
@@ -43,9 +44,8 @@ def padded(model: ViT, images: list[Tensor]) -> Tensor:
     """Logits of the images padded to the longest, as a batch of one tensor."""
     packed = PackedImages.of(images, (PATCH, PATCH))
     counts = [rows * columns for rows, columns in packed.grids]
-    embedded = model.patch_embed.embed(
-        nn.utils.rnn.pad_sequence(list(packed.patches.split(counts)), batch_first=True)
-    )
+    patches = nn.utils.rnn.pad_sequence(list(packed.patches.split(counts)), batch_first=True)
+    embedded = embed_patches(patches, model.patch_embed.weight, model.patch_embed.bias)
     places = [positions_on(model, grid) for grid in packed.grids]
     tokens = embedded + nn.utils.rnn.pad_sequence(places, batch_first=True)  # type: ignore[arg-type]
     assert model.class_token is not None

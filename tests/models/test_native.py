@@ -1,6 +1,7 @@
 """Images of their own sizes in one packed batch of a `ViT`."""
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -189,3 +190,13 @@ def test_naflexvit_with_other_positions_is_refused():
     theirs = NaFlexVit(patch_size=4, embed_dim=24, depth=1, num_heads=3, pos_embed="factorized")
     with pytest.raises(ValueError, match="positions 'factorized', expected 'learned'"):
         from_timm(theirs)
+
+
+def test_the_benchmark_compares_equal_logits(repository, monkeypatch):
+    folder = repository / "docs" / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    spec = importlib.util.spec_from_file_location("native_benchmark", folder / "native.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    model, batch = script.model_of(160), script.spread()[:3]
+    torch.testing.assert_close(model(batch), script.padded(model, batch), rtol=1e-4, atol=1e-5)

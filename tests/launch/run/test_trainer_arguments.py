@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning import Trainer
 
+from attnkit.launch import folder as folders
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.decide import Request, decide
 from attnkit.launch.modes import MODES
@@ -162,6 +163,17 @@ def test_a_run_that_max_steps_ended_within_an_epoch_can_go_on(attnkit):
         for folder in ("whole", "run")
     )
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_one_that_max_steps_ended_in_its_last_epoch_can_go_on(attnkit):
+    """Lightning counts that epoch as done."""
+    job = (*VIT, "trainer.max_epochs=1", "data.batch_size=300", "run_dir=run")
+    assert attnkit(*job, "trainer.max_steps=2").code == 0
+    for said in (False, True):
+        done = attnkit("resume=run", "trainer.max_steps=-1")
+        assert done.code == 0, done.err
+        assert ("finished already" in done.out) is said
+        assert folders.load_state(Path("run"))["steps"] == 5
 
 
 @pytest.mark.parametrize("limit", ["max_epochs=3", "max_steps=3", "max_time=00:00:01:00"])

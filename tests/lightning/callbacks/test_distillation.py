@@ -237,6 +237,7 @@ def test_what_is_refused(teacher, capsys):
         (["distill.teacher=teacher", "task=graph"], "distill.teacher: NodeClassification is no "
          "classifier of images"),
         (["distill.weight=0.9"], "distill.weight=0.9: given without distill.teacher"),
+        (["distill={weight:0.9}"], "distill={weight:0.9}: given without distill.teacher"),
     ):  # fmt: skip
         assert main(["task=vit", "run_dir=student", "trainer=cpu", *words]) == 2
         said = capsys.readouterr().err
