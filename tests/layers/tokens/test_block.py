@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attnkit import MultiHeadAttention, Padding, Rotary2d, ScaledDot
+from attnkit import MultiHeadAttention, Packed, Padding, Rotary2d, ScaledDot
 from attnkit.layers import TransformerBlock
 from attnkit.layers.tokens.block import make_mlp
 
@@ -84,6 +84,16 @@ def test_drop_path_leaves_out_whole_samples():
     tokens = torch.randn(64, 7, 20, dtype=torch.float64)
     untouched = (block(tokens) == tokens).flatten(1).all(dim=1).sum()
     assert 24 <= untouched <= 48  # 64 · 0.75² = 36, give or take 3 standard deviations
+
+
+def test_drop_path_leaves_out_whole_packed_sequences():
+    """Also where several are in one item of the batch."""
+    block = randomised(TransformerBlock(20, 5, drop_path=0.75)).train()
+    lengths = torch.arange(40) % 3 + 1
+    tokens = torch.randn(1, int(lengths.sum()), 20, dtype=torch.float64)
+    kept = (block(tokens, mask=Packed(lengths)) == tokens).all(dim=2)[0].split(lengths.tolist())
+    assert all(bool(part.all()) or not bool(part.any()) for part in kept)
+    assert 0 < sum(bool(part.all()) for part in kept) < len(lengths)
 
 
 def test_activations_and_hidden_size():
