@@ -49,8 +49,13 @@ class Segmenter(nn.Module):
         network = backbone(**given, num_classes=0)
         try:
             found: Any = network if isinstance(network, ViT) else from_timm(network)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"backbone: expected a Vision Transformer: {error}") from error
+        except TypeError as error:
+            raise ValueError(
+                "backbone: expected a Vision Transformer, such as timm's vit_small_patch16_224 "
+                f"(backbone.name), got {type(network).__name__}"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"backbone: {error}") from error
         found.native = False  # the head is of one size
         self.backbone: Any = found
         self.head: Any = decoder(found, num_classes=num_classes)
