@@ -177,7 +177,10 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
                     f"{typed}: given without distill.teacher, and has no effect then\n"
                     "  add distill.teacher=RUN_DIR, a checkpoint or a name of timm"
                 )
-    if teacher is not None and absolute(str(teacher)).exists():  # else a name of timm
+    # A name of timm has neither a slash nor the end of a checkpoint, and is checked by timm.
+    if teacher is not None and (
+        absolute(str(teacher)).exists() or Path(str(teacher)).parts[1:] or ".ckpt" in str(teacher)
+    ):
         config["distill"]["teacher"] = literal(
             str(folders.checkpoint(str(teacher), "distill.teacher"))
         )

@@ -46,7 +46,7 @@ def digits() -> Iterator[Picture]:
     """6,000 grey pictures of 28 pixels: scikit-learn's digits, enlarged and shifted."""
     found, rng = load_digits(), np.random.default_rng(0)
     order = rng.permutation(len(found.images))
-    for split, rows, count in (("train", order[400:], 6000), ("test", order[:400], 400)):
+    for split, rows, count in (("train", order[400:], 6000), ("test", order[:400], 1200)):
         for number in range(count):
             row = rows[number % len(rows)]
             pixels = Image.fromarray((found.images[row] * 255 / 16).astype(np.uint8))
@@ -59,7 +59,7 @@ def digits() -> Iterator[Picture]:
 def shapes() -> Iterator[Picture]:
     """2,400 colour pictures of 64 pixels: six shapes of any colour, place and size."""
     rng = np.random.default_rng(1)
-    for number in range(3000):
+    for number in range(2400 + 1200):
         kind = number % 6
         background = rng.normal(rng.uniform(60, 190, 3), 25, (64, 64, 3)).clip(0, 255)
         picture = Image.fromarray(background.astype(np.uint8))
@@ -88,9 +88,9 @@ def arrows() -> Iterator[Picture]:
     """1,230 uneven colour pictures of 32 pixels: where an arrow points; a mirror changes it."""
     rng = np.random.default_rng(2)
     counts = {"left": 600, "right": 300, "up": 200, "down": 130}
-    for split, share in (("train", 1.0), ("test", 0.3)):
+    for split in ("train", "test"):
         for turn, (name, count) in enumerate(counts.items()):
-            for _ in range(int(count * share) if split == "train" else 60):
+            for _ in range(count if split == "train" else 200):
                 pixels = rng.normal(rng.uniform(70, 180, 3), 20, (32, 32, 3)).clip(0, 255)
                 picture = Image.fromarray(pixels.astype(np.uint8))
                 draw = ImageDraw.Draw(picture)
@@ -105,7 +105,7 @@ def textures() -> Iterator[Picture]:
     """320 grey pictures of 96 pixels: gratings, checks, dots and noise of two scales each."""
     rng = np.random.default_rng(3)
     rows, columns = np.mgrid[:96, :96]
-    for number in range(480):
+    for number in range(320 + 960):
         kind, scale = number % 4, (5, 9)[number // 4 % 2] * rng.uniform(0.9, 1.1)
         angle, phase = rng.uniform(0, np.pi), rng.uniform(0, 2 * np.pi, 2)
         u = rows * np.cos(angle) + columns * np.sin(angle)
@@ -135,7 +135,7 @@ def photographs() -> Iterator[Picture]:
         half = whole.shape[1] // 2
         for split, part, number in (
             ("train", whole[:, :half], count),
-            ("test", whole[:, half:], 40),
+            ("test", whole[:, half:], 200),
         ):
             for _ in range(number):
                 side = int(rng.integers(90, 224))

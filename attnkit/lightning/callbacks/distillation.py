@@ -212,8 +212,9 @@ def _teacher(given: Any, module: Any, by_logits: bool) -> tuple[nn.Module, dict[
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
         said = str(error) if "\n" in str(error) else first_line(error)
         where = "" if str(given) in said else f"{given}: "
-        hint = ", a run folder or a checkpoint" if said.startswith("name: expected") else ""
-        raise UserError(f"distill.teacher: {where}{said}{hint}") from error
+        if said.startswith("name: expected"):
+            said = "expected a run folder, a checkpoint or" + said.removeprefix("name: expected")
+        raise UserError(f"distill.teacher: {where}{said}") from error
 
 
 def _check_classes(given: Any, ours: list[str] | int, theirs: list[str] | int) -> None:

@@ -225,9 +225,11 @@ def test_a_run_resumed_is_the_same_and_no_checkpoint_holds_the_teacher(teacher):
 def test_what_is_refused(teacher, capsys):
     from attnkit.launch.main import main
 
-    kinds = "name: expected a name of timm's registry, got 'nowhere'"
+    kinds = "expected a run folder, a checkpoint or a name of timm's registry, got 'nowhere'"
     for words, message in (
         (["distill.teacher=nowhere"], f"distill.teacher: {kinds}"),
+        (["distill.teacher=runs/nowhere"], "distill.teacher: no file "),
+        (["distill.teacher=nowhere.ckpt"], "distill.teacher: no file "),
         (["distill.teacher=resnet18"], "distill.teacher: expected the 10 classes of the data, got "
          "the 1000 of resnet18"),
         (["distill.teacher=resnet18", "distill.weight=0", "distill.features=1"], "distill.teacher: "
