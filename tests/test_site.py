@@ -62,6 +62,8 @@ def test_it_builds(tmp_path):
     assert done.returncode == 0, done.stderr
     pages = [*(tmp_path / "site").rglob("*.html")]
     assert len(pages) > 25
+    index = tmp_path / "site" / "search" / "search_index.js"  # which a page in a folder may load
+    assert "sigmoid" in index.read_text()
     for page in pages:  # nothing is loaded from a network
         sources = re.findall(
             r"<(?:script|img|link)[^>]+(?:src|href)=[\"\']?(https?://[^\"\'> ]+)", page.read_text()
