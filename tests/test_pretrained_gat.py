@@ -2,8 +2,6 @@
 the same layout."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ def script(repository, monkeypatch):
 
 
 def random_state(in_channels, channels=5, heads=3, classes=7, out_heads=2):
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     sizes = (in_channels, channels, heads), (channels * heads, classes, out_heads)
     for layer, (inward, outward, count) in enumerate(sizes):
         shapes[f"gat_net.{layer}.scoring_fn_target"] = 1, count, outward
@@ -53,22 +51,18 @@ def test_a_tensor_more_is_refused(script):
         script.to_attnkit(state)
 
 
-def test_it_runs_as_a_command(repository, graph_files, tmp_path):
-    """On made-up files of Cora; what it saves is attnkit's network."""
+def test_its_table_and_what_it_saves(script, graph_files, tmp_path, capsys):
+    """On made-up files of Cora: three equal rows, and a file of attnkit's network."""
     graph_files.write_planetoid(tmp_path / "Cora" / "raw", "Cora")
     width, classes = graph_files.WIDTH, graph_files.CLASSES
     state = random_state(width, classes=classes)
     torch.save({"state_dict": state, "test_acc": 0.822}, tmp_path / "theirs.pth")
-    script = repository / "docs" / "benchmarks" / "pretrained.py"
-    words = [tmp_path / "theirs.pth", tmp_path, "--save", tmp_path / "ours.pt"]
-    done = subprocess.run(
-        [sys.executable, script, *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("|")[2:5] for line in done.stdout.splitlines() if "GAT" in line]
+    with pytest.warns(UserWarning, match="published"):
+        script.main(tmp_path / "theirs.pth", tmp_path, tmp_path / "ours.pt")
+    said = capsys.readouterr().out
+    rows = [line.split("|")[2:5] for line in said.splitlines() if "GAT" in line]
     assert len(rows) == 3
     assert rows[0] == rows[1] == rows[2]
-    assert "82.2 %" in done.stdout
-    GAT(width, 15, classes, heads=3, out_heads=2).load_state_dict(
-        read_weights(tmp_path / "ours.pt")
-    )
+    assert "82.2 %" in said
+    saved = read_weights(tmp_path / "ours.pt")
+    GAT(width, 15, classes, heads=3, out_heads=2).load_state_dict(saved)
