@@ -20,7 +20,7 @@ from attnkit.tasks.images.depths import lines as depth_lines
 from attnkit.tasks.images.depths import range_of
 from attnkit.tasks.images.equal import equal_lines
 from attnkit.tasks.images.folder import Files, report_failures, say_once
-from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages, Pictures
+from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
 from attnkit.tasks.images.shared import key_of_files, shared
 from attnkit.tasks.images.sizes import Fit, default_image_size, least_area, sides
 
@@ -96,8 +96,8 @@ def read_splits(
             of_files = pixels.sums[:, :, :channels].clone()
             images = FileImages(paths, labels, fit, channels, of_files, whole)
         else:
-            pictures = Pictures(pixels.pictures) if pixels.pictures else None
-            images = MemoryImages(pixels.images[:, :channels].contiguous(), labels, pictures)
+            pixels_kept = pixels.images[:, :channels].contiguous()
+            images = MemoryImages(pixels_kept, labels, pixels.pictures)
             images.fitted = True
             images.known_sums = pixels.sums[:, :, :channels]
         images.known_keys = pixels.keys

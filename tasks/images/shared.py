@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from torch import Tensor
 
 from attnkit.lightning.files import SHARED_FOLDER, replacing
-from attnkit.tasks.images.decode import Pixels
+from attnkit.tasks.images.decode import Pictures, Pixels
 
 
 def shared(decode: Callable[..., Pixels], paths: list[str], *args: Any, **options: Any) -> Pixels:
@@ -38,32 +37,19 @@ def shared(decode: Callable[..., Pixels], paths: list[str], *args: Any, **option
     with _alone(file):
         with contextlib.suppress(Exception):  # absent or damaged
             found = torch.load(file, weights_only=True, mmap=True)
-            return Pixels(**{**found, "pictures": _apart(*found["pictures"])})
+            whole = found.pop("pictures")
+            return Pixels(**found, pictures=Pictures(*whole) if whole else None)
         pixels = decode(paths, *args, **options)
         with contextlib.suppress(OSError, RuntimeError):
-            found = {**vars(pixels), "pictures": _together(pixels.pictures)}
-            tensors = [pixels.images, *found["pictures"]]
+            whole = pixels.pictures
+            parts = (whole.shapes, whole.pixels) if whole else ()
+            found = {**vars(pixels), "pictures": parts}
+            tensors = [pixels.images, *parts]
             size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
             if shutil.disk_usage(file.parent).free > 2 * size:
                 with replacing(file) as part:
                     torch.save(found, part)
     return pixels
-
-
-def _together(pictures: list[Tensor] | None) -> tuple[Tensor, ...]:
-    """Many pictures as two tensors, which are read much faster: shapes and pixels."""
-    if pictures is None:
-        return ()
-    shapes = torch.tensor([[*p.shape[:2]] if p.numel() else [0, 0] for p in pictures])
-    return shapes, torch.cat([picture.flatten() for picture in pictures])
-
-
-def _apart(*together: Tensor) -> list[Tensor] | None:
-    if not together:
-        return None
-    shapes, pixels = together
-    parts = pixels.split((3 * shapes.prod(dim=1)).tolist())
-    return [part.view(*shape, 3) for part, shape in zip(parts, shapes.tolist(), strict=True)]
 
 
 def key_of_files(paths: Sequence[str], *facts: Any) -> str:
