@@ -190,6 +190,29 @@ def to_channels(images: Tensor, channels: int) -> Tensor:
     return ((grey + 500) // 1000).to(torch.uint8)
 
 
+class Pictures:
+    """Pictures of different sizes in one tensor, which worker processes share.
+
+    Args:
+        shapes: height and width, int64 [pictures, 2]; 0 and 0 of an empty one.
+        pixels: those of all pictures, uint8.
+    """
+
+    def __init__(self, shapes: Tensor, pixels: Tensor) -> None:
+        self.shapes, self.pixels = shapes, pixels
+        self.starts = torch.cat([shapes.new_zeros(1), 3 * shapes.prod(dim=1).cumsum(0)])
+
+    @classmethod
+    def of(cls, pictures: Sequence[Tensor]) -> "Pictures":
+        """Of pictures uint8 [height, width, 3], where an empty one has no pixels."""
+        shapes = torch.tensor([[*p.shape[:2]] if p.numel() else [0, 0] for p in pictures])
+        return cls(shapes, torch.cat([picture.flatten() for picture in pictures]))
+
+    def __getitem__(self, number: int) -> Tensor:
+        start, stop = self.starts[number : number + 2].tolist()
+        return self.pixels[start:stop].view(*self.shapes[number].tolist(), 3)
+
+
 @dataclass
 class Pixels:
     """What decoding files found: exact sums for mean and deviation, and the failures.
@@ -201,8 +224,8 @@ class Pixels:
         keys: int64 [files], of the bytes of each; see `keys_of`.
         failures: file number to the reason for which it cannot be decoded.
         depths: file number to what 8 bits a channel do not hold of it.
-        pictures: the whole pictures of the files, uint8 [height, width, 3] each, empty where
-            the image is all of it and where there is none; None if they were not asked for.
+        pictures: the whole pictures of the files, empty where the image is all of it and where
+            there is none; None if they were not asked for.
     """
 
     images: Tensor | None
@@ -211,7 +234,7 @@ class Pixels:
     keys: Tensor
     failures: dict[int, str]
     depths: dict[int, Depth]
-    pictures: list[Tensor] | None = None
+    pictures: Pictures | None = None
 
 
 def decode_files(
@@ -276,7 +299,8 @@ def decode_files(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     failures, depths = dict(sorted(failures.items())), dict(sorted(depths.items()))
-    return Pixels(images, sums, grey, keys, failures, depths, pictures)
+    whole = Pictures.of(pictures) if pictures else None
+    return Pixels(images, sums, grey, keys, failures, depths, whole)
 
 
 def keys_of(contents: Iterable[bytes]) -> Tensor:

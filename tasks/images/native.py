@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,30 +117,24 @@ class NativeImages(ImageSet):
         kept: Sequence[Tensor] | None,
     ) -> None:
         self.paths, self.labels, self.how = list(paths), labels, how
-        self.channels, self.sizes, self.pixel_sums, self.kept = channels, sizes, pixel_sums, kept
+        self.channels, self.sizes, self.known_sums, self.kept = channels, sizes, pixel_sums, kept
+        self.rows = torch.arange(len(paths))
         self.size = round(math.sqrt(float(sizes.double().median()))) * how.patch_size
         self.reads_files = kept is None
 
     def fetch(self, rows: Tensor) -> Any:
         """The images with these numbers, a list."""
-        return [self._read(row) for row in rows.tolist()]
+        return [self._read(row) for row in self.rows[rows].tolist()]
 
     def _read(self, row: int) -> Tensor:
         if self.kept is not None:
             return self.kept[row]
         return to_channels(self.how.read(self.paths[row])[0][None], self.channels)[0]
 
-    def select(self, rows: Tensor) -> NativeImages:
-        part, numbers = copy(self), rows.tolist()
-        part.paths = [self.paths[row] for row in numbers]
-        part.labels, part.pixel_sums = self.labels[rows], self.pixel_sums[rows]
+    def select(self, rows: Tensor) -> ImageSet:
+        part: Any = super().select(rows)
         part.sizes = self.sizes[rows]
-        part.kept = None if self.kept is None else [self.kept[row] for row in numbers]
-        part.known_keys = None if self.known_keys is None else self.known_keys[rows]
         return part
-
-    def sums(self) -> Tensor:
-        return self.pixel_sums.sum(dim=0)
 
     @property
     def num_pixels(self) -> int:
@@ -208,7 +200,12 @@ def read_native(
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             looked: list[Any] = [None] * len(files.paths)
             steps = pool.map(partial(_look_at, how, files.paths, looked), range(len(looked)))
-            deque(with_progress(steps, len(looked), f"{split} images"), maxlen=0)
+            held = 0
+            for number, _ in enumerate(with_progress(steps, len(looked), f"{split} images")):
+                if isinstance(looked[number], _Look):
+                    held += looked[number].image.numel()
+                    if held > left:  # then all are read again when they are asked for
+                        looked[number] = looked[number]._replace(image=None)
         by_path = zip(files.paths, looked, strict=True)
         failures = {path: one for path, one in by_path if isinstance(one, str)}
         report_failures(
@@ -230,11 +227,10 @@ def read_native(
         labels = torch.tensor(files.labels, dtype=torch.int64)[good]
         needed = float(sizes.sum()) * how.patch_size**2 * channels
         kept = None
-        if needed <= left:
+        if max(held, needed) <= left:
             left -= needed
-            kept = [
-                to_channels(how.read(path)[0][None], channels)[0].contiguous() for path in paths
-            ]
+            whole = (one.image.expand(3, -1, -1) for one in seen)
+            kept = [to_channels(image[None], channels)[0].contiguous() for image in whole]
         images = NativeImages(paths, labels, how, channels, sizes, sums, kept)
         images.known_keys = torch.cat([one.key for one in seen])
         keys.append(images.known_keys)
@@ -245,8 +241,10 @@ def read_native(
 
 
 class _Look(NamedTuple):
-    """What is known of a file: its patches, sums of pixels, whether it is grey, its key."""
+    """What is known of a file: its image, as one channel if it is grey, or None where there is no
+    room; its patches, sums of pixels, whether it is grey, its key."""
 
+    image: Any
     size: int
     sums: Tensor
     grey: bool
@@ -263,7 +261,8 @@ def _look_at(how: OwnSize, paths: Sequence[str], looked: list[Any], number: int)
         return 1
     size = image.shape[1] * image.shape[2] // how.patch_size**2
     grey, key = bool((image == image[:1]).all()), keys_of([Path(paths[number]).read_bytes()])
-    looked[number] = _Look(size, pixel_sums(image[None])[0], grey, key, shrunk)
+    small = image[:1].clone() if grey else image
+    looked[number] = _Look(small, size, pixel_sums(image[None])[0], grey, key, shrunk)
     return 1
 
 

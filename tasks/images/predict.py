@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import LightningDataModule
@@ -26,32 +27,38 @@ class ImagePaths(BatchItems):
     than asked for by the files left out, and empty if there is nothing else.
     """
 
-    def __init__(self, paths: Sequence[str], fit: Fit | int, in_channels: int) -> None:
+    def __init__(self, paths: Sequence[str], fit: Fit, in_channels: int) -> None:
         self.paths = list(paths)
-        self.fit = Fit(fit) if isinstance(fit, int) else fit
-        self.in_channels = in_channels
+        self.fit, self.in_channels = fit, in_channels
         self._told: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitems__(self, numbers: Sequence[int]) -> tuple[Tensor, list[str]]:
+    def __getitems__(self, numbers: Sequence[int]) -> Any:
         images, paths = [], []
-        for number in numbers:
-            path = self.paths[number]
+        for path in (self.paths[number] for number in numbers):
             try:
-                read = read_file(path, self.fit)
+                images.append(self.read(path))
             except UndecodableImageError as error:
                 say(f"left out: {path} ({error})")
                 continue
-            images.append(read.image)
             paths.append(path)
-            if read.depth is not None:
-                self._tell(path, read.depth)
+        return self.together(images), paths
+
+    def read(self, path: str) -> Tensor:
+        """The image of a file."""
+        read = read_file(path, self.fit)
+        if read.depth is not None:
+            self._tell(path, read.depth)
+        return read.image
+
+    def together(self, images: list[Tensor]) -> Any:
+        """The images of a batch as it brings them."""
         if not images:
             shape = (0, self.in_channels, *sides(self.fit.size))
-            return torch.empty(shape, dtype=torch.uint8), []
-        return to_channels(torch.stack(images), self.in_channels), paths
+            return torch.empty(shape, dtype=torch.uint8)
+        return to_channels(torch.stack(images), self.in_channels)
 
     def _tell(self, path: str, depth: Depth) -> None:
         for line in lines("images", {path: depth}, self.fit.value_range):

@@ -13,16 +13,15 @@ import torch
 from lightning import Trainer
 from torch import Tensor
 
-from attnkit.core.operators.files import cache_folder, replacing
 from attnkit.tasks.images.data import fit_of, module_of
-from attnkit.tasks.images.decode import FULL_RANGES, Pixels, decode_files, header_size
+from attnkit.tasks.images.decode import FULL_RANGES, header_size
 from attnkit.tasks.images.depths import lines as depth_lines
 from attnkit.tasks.images.depths import range_of
 from attnkit.tasks.images.equal import equal_lines
 from attnkit.tasks.images.folder import Files, report_failures, say_once
-from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages, Pictures
-from attnkit.tasks.images.shared import key_of_files, shared
-from attnkit.tasks.images.sizes import Fit, default_image_size, least_area, sides
+from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
+from attnkit.tasks.images.shared import decoded
+from attnkit.tasks.images.sizes import default_image_size, least_area, sides
 
 _HEADERS_READ = 1024
 
@@ -63,23 +62,21 @@ def read_splits(
         area = least_area(size, crop_min_area)
         needed += 2 * 3 * len(first) * mean_area(first, area)  # twice while they are put together
     keep = needed <= memory_bytes(data.memory_gb, data.trainer)
-    decode = partial(shared, decode_files) if keep else check_files
     found: dict[str, tuple[ImageSet, Tensor]] = {}
     there: dict[str, list[str]] = {}
     keys = []
     for split, files in splits.items():
         paths, labels = files.paths, torch.tensor(files.labels, dtype=torch.int64)
         whole = area if split == "train" else None
-        more = {"least_area": whole} if keep and whole else {}
-        pixels = decode(paths, fit, channels or 3, keep=keep, title=f"{split} images", **more)
+        decode = partial(decoded, paths, channels=channels or 3, keep=keep, least_area=whole)
+        pixels = decode(fit, title=f"{split} images")
         depths = {paths[number]: depth for number, depth in pixels.depths.items()}
         if is_open and (found_range := range_of(depths)):
             data.value_range = found_range
             fit = fit_of(data, size)
             as_read = {FULL_RANGES[kind] for kind, *_ in depths.values() if kind in FULL_RANGES}
             if as_read != {tuple(found_range)}:
-                again = f"{split} images again"
-                pixels = decode(paths, fit, channels or 3, keep=keep, title=again, **more)
+                pixels = decode(fit, title=f"{split} images again")
         is_open = False
         named = split if found else "data"
         for line in depth_lines(named, depths, fit.value_range, brief=bool(found)):
@@ -96,8 +93,8 @@ def read_splits(
             of_files = pixels.sums[:, :, :channels].clone()
             images = FileImages(paths, labels, fit, channels, of_files, whole)
         else:
-            pictures = Pictures(pixels.pictures) if pixels.pictures else None
-            images = MemoryImages(pixels.images[:, :channels].contiguous(), labels, pictures)
+            pixels_kept = pixels.images[:, :channels].contiguous()
+            images = MemoryImages(pixels_kept, labels, pixels.pictures)
             images.fitted = True
             images.known_sums = pixels.sums[:, :, :channels]
         images.known_keys = pixels.keys
@@ -149,23 +146,6 @@ def mean_area(paths: Sequence[str], least_area: float) -> float:
     areas = [math.prod(size) for path in paths[::step] if (size := header_size(path)) is not None]
     shrunk = [area / max(1, int(math.sqrt(area / least_area))) ** 2 for area in areas]
     return sum(shrunk) / max(1, len(shrunk))
-
-
-def check_files(paths: list[str], fit: Fit, channels: int, *, keep: bool, title: str) -> Pixels:
-    """`decode_files` without keeping the pixels, remembered in the user's cache folder.
-
-    A scan of a large folder takes minutes, and every process of a run and every next run needs its
-    result; it holds until a file's name, size or time of change differs.
-    """
-    file = cache_folder() / "scans" / f"{key_of_files(paths, 3, fit, channels)}.pt"
-    with contextlib.suppress(Exception):  # absent or damaged: scan again
-        return Pixels(None, **torch.load(file, weights_only=True))
-    pixels = decode_files(paths, fit, channels, keep=False, title=title)
-    found = {name: getattr(pixels, name) for name in ("sums", "grey", "keys", "failures", "depths")}
-    # A cache folder that cannot be written only costs time.
-    with contextlib.suppress(OSError, RuntimeError), replacing(file) as part:
-        torch.save(found, part)
-    return pixels
 
 
 def first_of_equal(keys: Tensor) -> list[int]:

@@ -2,9 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
+from typing import Any
 
 import torch
 from PIL import Image
@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from attnkit.lightning.errors import RunError
 from attnkit.tasks.images.decode import (
+    Pictures,
     UndecodableImageError,
     as_picture,
     keys_of,
@@ -35,15 +36,19 @@ class ImageSet(Dataset, ABC):
     Attributes:
         size: side of the images in pixels, or [height, width].
         fitted: whether the images are as the data module's `interpolation` and `crop_pct` say.
+        rows: int64 [images], which of what the set holds they are; parts share what it holds.
         known_keys: int64 [images], of the files that the images are of; None: there are none.
+        known_sums: int64 [held, 2, channels], from `decode_files`; None: to be computed.
     """
 
     labels: Tensor
     size: Size
     channels: int
+    rows: Tensor
     reads_files = False
     fitted = False
     known_keys: Tensor | None = None
+    known_sums: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -64,9 +69,12 @@ class ImageSet(Dataset, ABC):
         """The whole picture that the image with this number is a part of, RGB or grey."""
         return as_picture(self.fetch(torch.tensor([row]))[0].permute(1, 2, 0))
 
-    @abstractmethod
     def select(self, rows: Tensor) -> "ImageSet":
-        """The part of the set with these numbers."""
+        """The part of the set with these numbers, which takes no memory."""
+        part = copy(self)
+        part.rows, part.labels = self.rows[rows], self.labels[rows]
+        part.known_keys = None if self.known_keys is None else self.known_keys[rows]
+        return part
 
     def keys(self) -> Tensor:
         """Of each image a number, int64 [images], the same for equal files, or equal pixels where
@@ -76,9 +84,14 @@ class ImageSet(Dataset, ABC):
         parts = torch.arange(len(self)).split(_CHUNK)
         return keys_of(image.tobytes() for rows in parts for image in self.fetch(rows).numpy())
 
-    @abstractmethod
     def sums(self) -> Tensor:
         """Sums of pixels and of squared pixels over the set, int64 [2, channels]."""
+        if self.known_sums is not None:
+            return self.known_sums.index_select(0, self.rows).sum(dim=0)
+        total = torch.zeros((2, self.channels), dtype=torch.int64)
+        for rows in torch.arange(len(self)).split(_CHUNK):
+            total += pixel_sums(self.fetch(rows)).sum(dim=0)
+        return total
 
     @property
     def num_pixels(self) -> int:
@@ -102,18 +115,13 @@ class MemoryImages(ImageSet):
         labels: integers [images].
         pictures: the whole pictures that the images are parts of; None, or an empty one: the image
             is all of it.
-
-    Attributes:
-        known_sums: int64 [images, 2, channels], from `decode_files`; None: to be computed.
     """
-
-    known_sums: Tensor | None = None
 
     def __init__(
         self,
         images: Tensor,
         labels: Tensor | Sequence[int],
-        pictures: "Pictures | None" = None,
+        pictures: Pictures | None = None,
     ) -> None:
         self.images = images
         self.pictures = pictures
@@ -141,21 +149,6 @@ class MemoryImages(ImageSet):
         whole = self.pictures[int(self.rows[row])]
         return as_picture(whole) if len(whole) else super().picture(row)
 
-    def select(self, rows: Tensor) -> "MemoryImages":
-        # The parts share the pixels: splitting takes no memory.
-        part = copy(self)
-        part.rows, part.labels = self.rows[rows], self.labels[rows]
-        part.known_keys = None if self.known_keys is None else self.known_keys[rows]
-        return part
-
-    def sums(self) -> Tensor:
-        if self.known_sums is not None:
-            return self.known_sums.index_select(0, self.rows).sum(dim=0)
-        total = torch.zeros((2, self.channels), dtype=torch.int64)
-        for rows in torch.arange(len(self)).split(_CHUNK):
-            total += pixel_sums(self.fetch(rows)).sum(dim=0)
-        return total
-
 
 class FileImages(ImageSet):
     """Images decoded when they are asked for, in the workers of the DataLoader.
@@ -163,7 +156,7 @@ class FileImages(ImageSet):
     Args:
         paths: the files, known to be decodable.
         labels: integers [images].
-        fit: how they are brought to their size, or the size alone.
+        fit: how they are brought to their size.
         channels: 1 (grey) or 3.
         pixel_sums: int64 [images, 2, channels], from `decode_files`.
         least_area: pixels that whole pictures keep: see `read_picture`.
@@ -176,61 +169,29 @@ class FileImages(ImageSet):
         self,
         paths: Sequence[str],
         labels: Tensor,
-        fit: Fit | int,
+        fit: Fit,
         channels: int,
         pixel_sums: Tensor,
         least_area: float | None = None,
     ) -> None:
         self.paths = list(paths)
-        self.labels = labels
-        self.fit = Fit(fit) if isinstance(fit, int) else fit
-        self.size = self.fit.size
-        self.channels = channels
-        self.pixel_sums = pixel_sums
+        self.labels, self.known_sums = labels, pixel_sums
+        self.rows = torch.arange(len(paths))
+        self.fit, self.size, self.channels = fit, fit.size, channels
         self.least_area = least_area
 
     def fetch(self, rows: Tensor) -> Tensor:
-        return to_channels(torch.stack([self._read(row) for row in rows.tolist()]), self.channels)
+        paths = (self.paths[row] for row in self.rows[rows].tolist())
+        images = [_unchanged(path, read_image, *self.fit) for path in paths]
+        return to_channels(torch.stack(images), self.channels)
 
     def picture(self, row: int) -> Image.Image:
-        with _unchanged(self.paths[row]):
-            return read_picture(self.paths[row], self.least_area, self.fit.value_range)
-
-    def _read(self, row: int) -> Tensor:
-        with _unchanged(self.paths[row]):
-            return read_image(self.paths[row], *self.fit)
-
-    def select(self, rows: Tensor) -> "FileImages":
-        part = copy(self)
-        part.paths = [self.paths[row] for row in rows.tolist()]
-        part.labels, part.pixel_sums = self.labels[rows], self.pixel_sums[rows]
-        part.known_keys = None if self.known_keys is None else self.known_keys[rows]
-        return part
-
-    def sums(self) -> Tensor:
-        return self.pixel_sums.sum(dim=0)
+        path = self.paths[int(self.rows[row])]
+        return _unchanged(path, read_picture, self.least_area, self.fit.value_range)
 
 
-class Pictures:
-    """Pictures of different sizes in one tensor, which worker processes share.
-
-    Args:
-        pictures: uint8 [height, width, 3] each; an empty one takes no room.
-    """
-
-    def __init__(self, pictures: Sequence[Tensor]) -> None:
-        self.shapes = torch.tensor([[*p.shape[:2]] if p.numel() else [0, 0] for p in pictures])
-        self.starts = torch.tensor([0, *(p.numel() for p in pictures)]).cumsum(0)
-        self.pixels = torch.cat([picture.flatten() for picture in pictures])
-
-    def __getitem__(self, number: int) -> Tensor:
-        start, stop = self.starts[number : number + 2].tolist()
-        return self.pixels[start:stop].view(*self.shapes[number].tolist(), 3)
-
-
-@contextmanager
-def _unchanged(path: str) -> Iterator[None]:
+def _unchanged(path: str, read: Callable[..., Any], *how: Any) -> Any:
     try:
-        yield
+        return read(path, *how)
     except UndecodableImageError as error:
         raise RunError(f"{path} changed while in use: {error}") from error

@@ -1,69 +1,60 @@
-"""Decoded images that the trials of a sweep share: the first writes them, the others map them.
-
-A sweep names a folder in the environment and removes it at its end; without one nothing is written.
-"""
+"""What decoding files found, remembered: by the trials of a sweep, and by all later runs."""
 
 import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from torch import Tensor
 
+from attnkit.core.operators.files import cache_folder
 from attnkit.lightning.files import SHARED_FOLDER, replacing
-from attnkit.tasks.images.decode import Pixels
+from attnkit.tasks.images.decode import Pictures, Pixels, decode_files
+from attnkit.tasks.images.sizes import Fit
 
 
-def shared(decode: Callable[..., Pixels], paths: list[str], *args: Any, **options: Any) -> Pixels:
-    """`decode(paths, *args, **options)`, or what another process or trial has found by it.
+def decoded(
+    paths: list[str],
+    fit: Fit,
+    channels: int,
+    *,
+    keep: bool,
+    title: str,
+    least_area: float | None = None,
+) -> Pixels:
+    """`decode_files`, or what another process or run has found by it.
 
-    The pixels are then mapped from the file: processes of a machine hold them once. A folder that
-    cannot be written, or has no room, only costs time.
-
-    Args:
-        decode: gives the same for the same arguments and files.
-        paths: the files.
-        *args, **options: plain values; `title` is only said.
+    Pixels are kept in the folder that a sweep names in the environment and removes at its end, if
+    there is one, and are mapped from there: processes of a machine hold them once. What is found
+    without keeping pixels stays in the user's cache folder, as a scan of a large folder takes
+    minutes. Both hold until a file's name, size or time of change differs. A folder that cannot be
+    written, or has no room, only costs time.
     """
-    folder = os.environ.get(SHARED_FOLDER)
+    folder = os.environ.get(SHARED_FOLDER) if keep else cache_folder() / "scans"
+    what: dict[str, Any] = {"keep": keep, "least_area": least_area if keep else None}
     if not folder:
-        return decode(paths, *args, **options)
-    named = {name: value for name, value in options.items() if name != "title"}
-    file = Path(folder) / f"{key_of_files(paths, args, sorted(named.items()))}.pt"
+        return decode_files(paths, fit, channels, title=title, **what)
+    file = Path(folder) / f"{key_of_files(paths, 4, fit, channels, what)}.pt"
     with _alone(file):
         with contextlib.suppress(Exception):  # absent or damaged
             found = torch.load(file, weights_only=True, mmap=True)
-            return Pixels(**{**found, "pictures": _apart(*found["pictures"])})
-        pixels = decode(paths, *args, **options)
+            whole = found.pop("pictures")
+            return Pixels(**found, pictures=Pictures(*whole) if whole else None)
+        pixels = decode_files(paths, fit, channels, title=title, **what)
         with contextlib.suppress(OSError, RuntimeError):
-            found = {**vars(pixels), "pictures": _together(pixels.pictures)}
-            tensors = [pixels.images, *found["pictures"]]
+            whole = pixels.pictures
+            parts = (whole.shapes, whole.pixels) if whole else ()
+            found = {**vars(pixels), "pictures": parts}
+            tensors = [pixels.images, *parts]
             size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
             if shutil.disk_usage(file.parent).free > 2 * size:
                 with replacing(file) as part:
                     torch.save(found, part)
     return pixels
-
-
-def _together(pictures: list[Tensor] | None) -> tuple[Tensor, ...]:
-    """Many pictures as two tensors, which are read much faster: shapes and pixels."""
-    if pictures is None:
-        return ()
-    shapes = torch.tensor([[*p.shape[:2]] if p.numel() else [0, 0] for p in pictures])
-    return shapes, torch.cat([picture.flatten() for picture in pictures])
-
-
-def _apart(*together: Tensor) -> list[Tensor] | None:
-    if not together:
-        return None
-    shapes, pixels = together
-    parts = pixels.split((3 * shapes.prod(dim=1)).tolist())
-    return [part.view(*shape, 3) for part, shape in zip(parts, shapes.tolist(), strict=True)]
 
 
 def key_of_files(paths: Sequence[str], *facts: Any) -> str:

@@ -39,6 +39,8 @@ class Head(nn.Module):
 
     def enlarged(self, logits: Logits) -> Logits:
         """Logits for every pixel, bilinear."""
+        if logits.shape[-2:] == self.size:
+            return logits
         return functional.interpolate(logits, self.size, mode="bilinear", align_corners=False)
 
 

@@ -1,11 +1,11 @@
 """Pictures to segment: a folder or a file, each at its own size."""
 
 from collections.abc import Sequence
-from typing import Any
+
+from torch import Tensor
 
 from attnkit.tasks.images.data import fit_of
-from attnkit.tasks.images.decode import UndecodableImageError, as_tensor, read_picture
-from attnkit.tasks.images.folder import say
+from attnkit.tasks.images.decode import as_tensor, read_picture
 from attnkit.tasks.images.predict import ImagePaths, PredictData
 
 
@@ -13,15 +13,11 @@ class PicturePaths(ImagePaths):
     """As `ImagePaths`, but a batch is a list of whole pictures, uint8 [3, height, width], and one
     of their paths."""
 
-    def __getitems__(self, numbers: Sequence[int]) -> Any:
-        pictures, paths = [], []
-        for path in (self.paths[number] for number in numbers):
-            try:
-                pictures.append(as_tensor(read_picture(path, None, self.fit.value_range)))
-                paths.append(path)
-            except UndecodableImageError as error:
-                say(f"left out: {path} ({error})")
-        return pictures, paths
+    def read(self, path: str) -> Tensor:
+        return as_tensor(read_picture(path, None, self.fit.value_range))
+
+    def together(self, images: list[Tensor]) -> list[Tensor]:
+        return images
 
 
 class PicturesToSegment(PredictData):

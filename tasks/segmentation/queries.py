@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from attnkit.core.arguments import at_least
 from attnkit.core.masks.base import Mask, register
+from attnkit.core.positions.rotary import Rotary2d
 from attnkit.models.vit import ViT
 from attnkit.tasks.segmentation.heads import Features, Head, Logits
 
@@ -55,8 +56,8 @@ class QueryHead(Head):
 
     The head takes the last blocks and the norm out of the backbone. Unlike in the paper there is a
     query for each class instead of many that are matched with regions, a patch is in the region of
-    the class with the highest logit, and the share falls in all blocks alike. Fixed and learned
-    positions are served, rotary ones are not, as queries have no place.
+    the class with the highest logit, and the share falls in all blocks alike. Rotary positions turn
+    the patches alone, as queries have no place.
 
     Args:
         backbone: whose last blocks are taken.
@@ -72,13 +73,15 @@ class QueryHead(Head):
                 f"num_blocks: expected less than the backbone's {depth + num_blocks} blocks, "
                 f"got {num_blocks}"
             )
-        if backbone.rotary is not None:
-            raise ValueError("backbone: queries have no place for positions='rotary2d'")
         super().__init__(backbone, [depth - 1])
         self.blocks, backbone.blocks = backbone.blocks[depth:], backbone.blocks[:depth]
         self.norm, backbone.norm = backbone.norm, nn.Identity()
         dim = backbone.dim
         self.queries = nn.Parameter(torch.randn(num_classes, dim) * 0.02)
+        self.rotary: Rotary2d | None = None
+        if backbone.rotary is not None:
+            first = num_classes + backbone.num_prefix_tokens
+            self.rotary = Rotary2d(backbone.head_dim, backbone.grid, num_prefix_tokens=first)
         layers = [nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim), nn.GELU()]
         self.mlp = nn.Sequential(*layers, nn.Linear(dim, dim))
         # up to a quarter of the image's resolution, as in the paper
@@ -100,7 +103,7 @@ class QueryHead(Head):
                 answers.append(self.answer(tokens))
                 if torch.rand(()) < self.masked_share:
                     mask = self._regions(answers[-1])
-            tokens = block(tokens, mask=mask)
+            tokens = block(tokens, positions=self.rotary, mask=mask)
         last = self.answer(tokens)
         return torch.stack([*answers, last], dim=1) if self.training else last
 

@@ -32,7 +32,7 @@ class SceneMasksData(SegmentationDataModule):
     def __init__(
         self,
         *,
-        num_train: int = 10000,
+        num_train: int = 8000,
         num_val: int = 200,
         num_test: int = 500,
         image_size: int | None = None,

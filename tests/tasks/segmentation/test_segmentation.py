@@ -258,12 +258,26 @@ def test_a_network_of_native_sizes_becomes_one_of_its_head():
         model(torch.zeros(1, 3, 16, 32))
 
 
+def test_rotary_positions_turn_patches_and_leave_queries():
+    sizes = {"image_size": list(SIZE), "in_channels": 3, "num_classes": 3, "patch_size": 8}
+    model = Segmenter(partial(backbone, positions="rotary2d"), QueryHead, **sizes).eval()
+    prefix, patches = 3 + model.backbone.num_prefix_tokens, 12
+    query = torch.randn(1, 2, prefix + patches, model.backbone.head_dim)
+    turned, _ = model.head.rotary(query, query)
+    assert torch.equal(turned[..., :prefix, :], query[..., :prefix, :])
+    there = query[..., 3:, :]
+    assert torch.equal(turned[..., 3:, :], model.backbone.rotary(there, there)[0])
+    images = torch.rand(2, 3, *SIZE)
+    logits = model(images)
+    assert logits.shape == (2, 3, *SIZE)
+    model.head.rotary = None
+    assert not torch.allclose(model(images), logits)
+
+
 def test_heads_name_what_they_cannot_take():
     sizes = {"image_size": list(SIZE), "in_channels": 3, "num_classes": 3, "patch_size": 8}
     with pytest.raises(ValueError, match="less than the backbone's 4 blocks, got 4"):
         Segmenter(backbone, partial(QueryHead, num_blocks=4), **sizes)
-    with pytest.raises(ValueError, match="rotary2d"):
-        Segmenter(partial(backbone, positions="rotary2d"), QueryHead, **sizes)
     with pytest.raises(ValueError, match="expected 4 blocks or more"):
         Segmenter(partial(backbone, depth=3), ConvolutionalHead, **sizes)
     with pytest.raises(ValueError, match="backbone: expected a Vision Transformer"):
