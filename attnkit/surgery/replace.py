@@ -169,7 +169,7 @@ def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if module in ours or type(module).__module__.split(".")[0] == "attnkit":
             ours.update(module.modules())
-        elif name and _is_named_so(module):
+        elif name and (is_known(module) or _is_named_so(module)):
             named[name] = module
     for name, module in named.items():
         if is_known(module) or not any(other.startswith(f"{name}.") for other in named):

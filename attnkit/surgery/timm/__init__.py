@@ -1,0 +1,1 @@
+"""Attention of timm whose projections are not the shared block's: its forward, with our `attend`."""
