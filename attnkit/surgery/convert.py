@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -226,13 +226,13 @@ def _from_first(module: Any, changes: Changes) -> adapters.Adapter:
 def _kept(module: Any, changes: Changes) -> adapters.Adapter:
     """Of a class whose forward stays and calls ours."""
     forward = FORWARDS[_class_of(module)]
-    names = ("num_heads", "heads", "groups")
-    num_heads = next((getattr(module, name) for name in names if hasattr(module, name)), 1)
-    if hasattr(module, "head_dim"):
-        head_dim = module.head_dim
-    elif hasattr(module, "scale"):
+    num_heads = 1  # of a class that has one, or whose heads attend one after the other
+    if not hasattr(module, "qkvs"):
+        num_heads = _first(module, ("num_heads", "heads", "groups"), 1)
+    head_dim = _first(module, ("head_dim", "dim_head", "key_dim"), None)
+    if head_dim is None and hasattr(module, "scale"):
         head_dim = round(module.scale**-2)
-    else:
+    elif head_dim is None:
         head_dim = module.proj.out_features // num_heads
     like = next(module.parameters())
     block = changed(HeadAttention(num_heads, head_dim), changes, like)
@@ -247,6 +247,11 @@ def _kept(module: Any, changes: Changes) -> adapters.Adapter:
         },
     )
     return Kept(block, module, forward, changes.mask)
+
+
+def _first(module: nn.Module, names: Iterable[str], default: Any) -> Any:
+    """The first of these attributes that there is."""
+    return next((getattr(module, name) for name in names if hasattr(module, name)), default)
 
 
 def _table(module: Any) -> relative.TableBias:
