@@ -454,7 +454,7 @@ def low_rank(model):
         (lambda: alter(lambda m: setattr(m.blocks[1], "attn", Subclass(192))), {}, ValueError,
          r"cannot be replaced: blocks.1.attn: .*Subclass is not a class that is known"),
         (lambda: timm.create_model("halonet26t"), {}, ValueError,
-         r"stages.2.2.self_attn, .* more: timm.layers.halo_attn.HaloAttn is not"),
+         r"stages.2.1.self_attn, .* more: timm.layers.halo_attn.HaloAttn is not"),
         (lambda: timm.create_model("cait_xxs24_224"), {"score": "cosine"}, ValueError,
          "blocks.0.attn, .* more: TalkingHeadAttn .*: another mask or score where heads mix"),
         (lambda: timm.create_model("nest_tiny"), {"normalizer": "delta_rule"}, ValueError,

@@ -32,6 +32,7 @@ class Watch(TorchFunctionMode):
         self.products = WeakTensorKeyDictionary()
         self.inside = []
         self.attending = set()
+        self.innermost = set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
@@ -39,6 +40,7 @@ class Watch(TorchFunctionMode):
         of_product = any(tensor in self.products for tensor in tensors)
         if func is F.scaled_dot_product_attention or (func in SOFTMAX and of_product):
             self.attending.update(self.inside)
+            self.innermost.add(self.inside[-1])
         elif isinstance(output, Tensor) and func not in SOFTMAX:
             # a product with weights, or with the mean of a softmax, begins anew
             both = func in PRODUCTS and not any(isinstance(t, nn.Parameter) for t in tensors)
@@ -47,20 +49,24 @@ class Watch(TorchFunctionMode):
         return output
 
 
-def attending(network, size):
-    """The modules of a network in which queries and keys meet in a softmax."""
+def watched(network, size):
+    """In which modules of a network queries and keys meet in a softmax."""
     watch = Watch()
+
+    def leave(*_):  # a hook that returned something would change the output
+        watch.inside.pop()
+
     for module in network.modules():
         module.register_forward_pre_hook(lambda m, *_: watch.inside.append(m))
-        module.register_forward_hook(lambda *_: watch.inside.pop() and None)
+        module.register_forward_hook(leave)
     with torch.no_grad(), watch:
         network.eval()(torch.zeros(1, *size, device="meta"))
-    return watch.attending
+    return watch
 
 
 def table():
-    """A row for each file of timm.models whose small network has attention that is known here, or
-    is attention by name of its class."""
+    """A row for each file of timm.models whose small network has attention, by name of its class or
+    as it runs."""
     families = {}
     for name in timm.list_models():
         families.setdefault(registry._model_to_module[name], []).append(name)
@@ -69,16 +75,16 @@ def table():
         chosen = next((n for word in SMALL for n in names if word in n), names[0])
         with torch.device("meta"):
             network = timm.create_model(chosen)
-        modules = [module for _, module in _attention_modules(network)]
+        modules = {module: None for _, module in _attention_modules(network)}
+        found = watched(network, network.default_cfg["input_size"])
+        parts = {part for module in modules for part in module.modules()}
+        modules |= dict.fromkeys(found.innermost - parts)  # which attend and are not called so
         if not modules:
             continue
-        told = {type(m).__name__: "replaced" for m in modules if is_known(m)}
-        if not all(map(is_known, modules)):
-            found = attending(network, network.default_cfg["input_size"])
-            for module in modules:
-                if not is_known(module):
-                    what = "left" if module in found else "other"
-                    told[type(module).__name__] = what
+        told = {}
+        for module in modules:
+            what = "left" if module in found.attending else "other"
+            told[type(module).__name__] = "replaced" if is_known(module) else what
         lists = {
             what: ", ".join(n for n, kind in told.items() if kind == what)
             for what in ("replaced", "left", "other")

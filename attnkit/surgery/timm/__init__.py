@@ -1,1 +1,1 @@
-"""Attention of timm whose projections are not the shared block's: its forward, with our `attend`."""
+"""Attention of timm that keeps its own projections and forward, around our `attend`."""

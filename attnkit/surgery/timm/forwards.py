@@ -11,7 +11,7 @@ from math import log
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from attnkit.core.scores.kinds import Cosine
@@ -208,9 +208,7 @@ def pooled(
     return theirs.proj(_tokens(output + query if theirs.residual_pooling else output)), sizes[0]
 
 
-def windows_by_cosine(
-    theirs: Any, attend: Attend, x: Tensor, mask: Tensor | None = None
-) -> Tensor:
+def windows_by_cosine(theirs: Any, attend: Attend, x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Swin V2 as in timm's `swin_transformer_v2_cr`; mask: as in `windows.Windows`."""
     bias = theirs._relative_positional_encodings()
     if mask is not None:
