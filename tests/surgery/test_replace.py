@@ -38,6 +38,10 @@ NETWORKS = {
     "rotary, mixed": ("vit_small_patch16_rope_mixed_224", NARROW),
     "swin": ("swin_tiny_patch4_window7_224", SWIN),
     "swin v2": ("swinv2_tiny_window8_256", SWIN),
+    "swin v2 cr": ("swinv2_cr_tiny_224", {"img_size": 64, "num_classes": 5, "depths": (2, 2),
+                                          "embed_dim": 24, "num_heads": (3, 6)}),
+    "hiera": ("hiera_tiny_224", {"img_size": (64, 64), "num_classes": 5, "embed_dim": 24,
+                                 "num_heads": 1, "stages": (1, 1, 1, 1)}),
     "siglip": ("vit_base_patch16_siglip_224", NARROW),
     "metaformer": lambda: metaformer.MetaFormer(
         3, 5, depths=(1, 2), dims=(32, 64), drop_path_rate=0.0,
@@ -64,7 +68,7 @@ NETWORKS = {
         [4, 4], 24, [2, 2], [3, 6], [7, 5], num_classes=5, stochastic_depth_prob=0.0, **V2),
 }  # fmt: skip
 
-LAYERS = {"siglip": 3, "crossvit": 4, "pvt v2": 4, "twins": 5, "volo": 4}
+LAYERS = {"hiera": 4, "siglip": 3, "crossvit": 4, "pvt v2": 4, "twins": 5, "volo": 4}
 
 
 def network(name, dtype=torch.float64, **options):
@@ -370,7 +374,7 @@ def test_torchs_hint_without_a_mask_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("swin", {"window_size": (8, 6)}), ("swin v2", {}), ("beit", {}), ("beit, shared bias", {}),
+    [("swin", {"window_size": (8, 6)}), ("swin v2", {}), ("swin v2 cr", {}), ("beit", {}), ("beit, shared bias", {}),
      ("vit", {}), ("eva02", {})],
 )  # fmt: skip
 def test_the_input_size_may_change_afterwards(name, options):

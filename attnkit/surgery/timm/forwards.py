@@ -82,7 +82,8 @@ def biased_by_offset(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
 
 def cascaded(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
     """EfficientViT (MSRA), where a head's output is added to the next one's input."""
-    sizes, outputs = [theirs.key_dim, theirs.key_dim, theirs.val_dim], []
+    sizes = [theirs.key_dim, theirs.key_dim, theirs.val_dim]
+    outputs: list[Tensor] = []
     parts = zip(x.chunk(len(theirs.qkvs), dim=1), theirs.qkvs, theirs.dws, strict=True)
     for (part, qkv, local), bias in zip(parts, _by_offset(theirs), strict=True):
         part = part + outputs[-1] if outputs else part

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from attnkit.core.attend import attend
+from attnkit.core.capture.torch_functions import ComputedBy
 from attnkit.core.masks.base import Mask
 from attnkit.core.normalizers import Normalizer
 from attnkit.core.scores.kinds import Score
@@ -74,10 +73,11 @@ class Kept(Adapter):
     def __init__(
         self, attention: HeadAttention, theirs: nn.Module, forward: Forward, mask: Mask | None
     ) -> None:
-        super().__init__(attention, nn.Identity(), mask=mask)
+        # a block without projections, to which no tokens are given
+        super().__init__(attention, nn.Identity(), mask=mask)  # type: ignore[arg-type]
         self.theirs: Any = copy.copy(theirs)
         if hasattr(theirs, "fused_attn"):
-            self.theirs.fused_attn = True
+            vars(self.theirs)["fused_attn"] = True
         self.their_forward = forward
 
     def forward(self, *given: Any, **named: Any) -> Any:
@@ -109,7 +109,8 @@ class Kept(Adapter):
     ) -> Tensor:
         """As torch's function. Of three dimensions images and heads are the first; of five images
         and windows are the first two."""
-        tensors, shape = (query, key, value), query.shape
+        tensors: tuple[Tensor, ...] = query, key, value
+        shape = query.shape
         if query.ndim == 3:
             heads = (-1, self.attention.num_heads)
             tensors = tuple(tensor.unflatten(0, heads) for tensor in tensors)
@@ -122,19 +123,7 @@ class Kept(Adapter):
         return output.reshape(*shape[:-1], value.shape[-1])
 
 
-class _Instead(TorchFunctionMode):
-    """In its block torch's `scaled_dot_product_attention` is `attend`."""
-
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.attend = attend
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        is_attention = func is F.scaled_dot_product_attention
-        return (self.attend if is_attention else func)(*args, **(kwargs or {}))
-
-
 def fused(theirs: nn.Module, attend: Callable[..., Tensor], *given: Any, **named: Any) -> Any:
     """The forward of a module that calls torch's function, which is ours meanwhile."""
-    with _Instead(attend):
+    with ComputedBy(attend):
         return theirs(*given, **named)
