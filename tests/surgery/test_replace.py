@@ -374,8 +374,8 @@ def test_torchs_hint_without_a_mask_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("swin", {"window_size": (8, 6)}), ("swin v2", {}), ("swin v2 cr", {}), ("beit", {}), ("beit, shared bias", {}),
-     ("vit", {}), ("eva02", {})],
+    [("swin", {"window_size": (8, 6)}), ("swin v2", {}), ("swin v2 cr", {}), ("beit", {}),
+     ("beit, shared bias", {}), ("vit", {}), ("eva02", {})],
 )  # fmt: skip
 def test_the_input_size_may_change_afterwards(name, options):
     """As theirs changes: a bias of positions is made for another window."""
