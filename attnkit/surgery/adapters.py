@@ -19,6 +19,14 @@ from attnkit.core.multihead import MultiHeadAttention, Positions
 Given = Mask | Tensor | None
 
 
+def ours(attn_mask: Tensor | None, is_causal: bool) -> tuple[Given, Tensor | None]:
+    """A mask as torch's function of attention has it, booleans or a bias, as mask and bias."""
+    causal = Causal() if is_causal else None
+    if attn_mask is None or attn_mask.dtype != torch.bool:
+        return causal, attn_mask
+    return attn_mask if causal is None else as_mask(attn_mask) & causal, None
+
+
 class Adapter(nn.Module):
     """What all have in common.
 
@@ -63,13 +71,7 @@ class Adapter(nn.Module):
         positions: Positions | None = None,
     ) -> Tensor:
         """The same with a mask as torch's function of attention has it: booleans, or a bias."""
-        mask: Given = Causal() if is_causal else None
-        if attn_mask is None:
-            return self.attend(x, mask, positions=positions)
-        if attn_mask.dtype == torch.bool:
-            both = attn_mask if mask is None else as_mask(attn_mask) & mask
-            return self.attend(x, both, positions=positions)
-        return self.attend(x, mask, attn_mask, positions=positions)
+        return self.attend(x, *ours(attn_mask, is_causal), positions)
 
     def _both(self, mask: Given) -> Given:
         if self.mask is None or mask is None:
@@ -161,6 +163,14 @@ class TokensWithBias(Adapter):
         shared = shared_rel_pos if shared_rel_pos_bias is None else shared_rel_pos_bias
         reads_shared = self.bias is None or self.adds_shared
         return self.attend(x, bias=shared if reads_shared else None)
+
+
+class FirstToken(Adapter):
+    """In the place of the class attention of VOLO and CrossViT: the first token asks
+    all, and [batch, 1, dim] is the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.attention(x[:, :1], x, x, mask=self.mask))
 
 
 class QueryKeyValue(Adapter):

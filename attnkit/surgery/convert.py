@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,9 @@ from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
 from attnkit.interop.carry import has_hooks, joined, refuse
-from attnkit.surgery import adapters, queries, relative, windows
+from attnkit.surgery import adapters, relative, windows
+from attnkit.surgery.timm.forwards import FORWARDS, MIXING
+from attnkit.surgery.timm.kept import HeadAttention, Kept
 
 _APART = (
     ("q_proj", "k_proj", "v_proj"),
@@ -28,6 +29,7 @@ _APART = (
     ("q", "k", "v"),
 )
 """What networks call projections that are several modules."""
+Block = TypeVar("Block", MultiHeadAttention, HeadAttention)
 ScoreChange = str | Score | Callable[[int, int], nn.Module]
 
 
@@ -51,7 +53,7 @@ def convert(module: nn.Module, changes: Changes) -> adapters.Adapter:
         raise ValueError(f"{_class_of(module).replace(':', '.')} is not a class that is known here")
     refuse(module, {"hooks": any(map(has_hooks, module.modules()))})
     with torch.enable_grad():  # by which parts of parameters know whether they are frozen
-        adapter = _CONVERTERS[_class_of(module)](module, changes)
+        adapter = _CONVERTERS.get(_class_of(module), _kept)(module, changes)
     theirs = set(module.modules())  # which keep their modes
     for part in adapter.modules():
         if part not in theirs:
@@ -60,7 +62,7 @@ def convert(module: nn.Module, changes: Changes) -> adapters.Adapter:
 
 
 def is_known(module: nn.Module) -> bool:
-    return _class_of(module) in _CONVERTERS
+    return _class_of(module) in _CONVERTERS.keys() | FORWARDS.keys()
 
 
 def _class_of(module: nn.Module) -> str:
@@ -116,8 +118,11 @@ def _block(
     return changed(block, changes)
 
 
-def changed(block: MultiHeadAttention, changes: Changes) -> MultiHeadAttention:
-    """The block with another score, normalizer and backend, where they are to change."""
+def changed(block: Block, changes: Changes, like: Tensor | None = None) -> Block:
+    """The block with another score, normalizer and backend, where they are to change; like: a
+    parameter, of whose kind those of the block are; None: its own."""
+    if like is None:
+        like = next(block.parameters())
     score: Any = changes.score
     if score is not None:
         if isinstance(score, nn.Module):
@@ -129,10 +134,10 @@ def changed(block: MultiHeadAttention, changes: Changes) -> MultiHeadAttention:
         sizes = block.num_heads, block.head_dim
         is_factory = callable(score) and not isinstance(score, Score)
         score = learned_score(score(*sizes) if is_factory else score, *sizes)
-        block.score = score.to(block.out_proj.weight)
+        block.score = score.to(like)
     if changes.normalizer is not None:
         normalizer = learned_normalizer(changes.normalizer, block.num_heads, block.key_dim)
-        block.normalizer = normalizer.to(block.out_proj.weight)
+        block.normalizer = normalizer.to(like)
     block.backend = changes.backend
     return block
 
@@ -214,47 +219,39 @@ def _from_tnt(module: Any, changes: Changes) -> adapters.Adapter:
     return adapters.Tokens(_from_apart(module, changes), module.proj_drop, mask=changes.mask)
 
 
-def _from_blocks(module: Any, changes: Changes) -> adapters.Adapter:
-    block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
-    whole = type(module).__module__ == "timm.models.volo"
-    if not whole:  # NesT's projection reads channel by channel, of each all heads
-        weight = block.out_proj.weight.unflatten(1, (-1, block.num_heads))
-        block.out_proj = copy.copy(block.out_proj)
-        block.out_proj._parameters = {
-            "weight": _joined(weight.transpose(1, 2).flatten(1)),
-            "bias": module.proj.bias,
-        }
-    return queries.Blocks(block, module.proj_drop, all_see_all=whole, mask=changes.mask)
-
-
 def _from_first(module: Any, changes: Changes) -> adapters.Adapter:
-    return queries.FirstToken(_from_apart(module, changes), module.proj_drop, mask=changes.mask)
+    return adapters.FirstToken(_from_apart(module, changes), module.proj_drop, mask=changes.mask)
 
 
-def _from_fewer(module: Any, changes: Changes) -> adapters.Adapter:
-    refuse(module, {"keys of pooled maps": getattr(module, "pool", None) is not None})
-    block = _from_apart(module, changes)
-    parts = module.proj_drop, module.sr, module.norm
-    return queries.FewerKeys(block, *parts, mask=changes.mask)
-
-
-def _from_groups(module: Any, changes: Changes) -> adapters.Adapter:
-    block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
-    window = (module.ws, module.ws)
-    return queries.Groups(
-        block, module.proj_drop, None, window=window, shift=(0, 0), mask=changes.mask
-    )
-
-
-def _from_latent(module: Any, changes: Changes) -> adapters.Adapter:
+def _kept(module: Any, changes: Changes) -> adapters.Adapter:
+    """Of a class whose forward stays and calls ours."""
+    forward = FORWARDS[_class_of(module)]
+    num_heads = 1  # of a class that has one, or whose heads attend one after the other
+    if not hasattr(module, "qkvs"):
+        num_heads = _first(module, ("num_heads", "heads", "groups"), 1)
+    head_dim = _first(module, ("head_dim", "dim_head", "key_dim"), None)
+    if head_dim is None and hasattr(module, "scale"):
+        head_dim = round(module.scale**-2)
+    elif head_dim is None:
+        head_dim = module.proj.out_features // num_heads
+    like = next(module.parameters())
+    block = changed(HeadAttention(num_heads, head_dim), changes, like)
+    dropout = getattr(module, "attn_drop", None)
     refuse(
         module,
         {
-            "no output projection": module.mlp is None,
-            "queries of another width": module.latent_dim != module.kv.in_features,
+            "a normalizer that reads tokens": isinstance(block.normalizer, nn.Module),
+            "another mask or score where heads mix weights": forward in MIXING
+            and (changes.mask, changes.score) != (None, None),
+            "dropout of mixed weights": forward in MIXING and dropout is not None and dropout.p > 0,
         },
     )
-    return queries.Latent(_from_apart(module, changes), module, changes.mask)
+    return Kept(block, module, forward, changes.mask)
+
+
+def _first(module: nn.Module, names: Iterable[str], default: Any) -> Any:
+    """The first of these attributes that there is."""
+    return next((getattr(module, name) for name in names if hasattr(module, name)), default)
 
 
 def _table(module: Any) -> relative.TableBias:
@@ -359,17 +356,12 @@ _CONVERTERS: dict[str, Callable[[Any, Changes], adapters.Adapter]] = {
     "timm.layers.attention:Attention": _from_timm,
     "timm.layers.attention:AttentionRope": _from_rotary,
     "timm.models.eva:EvaAttention": _from_rotary,
-    "timm.layers.attention_pool:AttentionPoolLatent": _from_latent,
+    "timm.models.convit:MHSA": _from_timm,
     "timm.models.metaformer:Attention": _from_timm,
     "timm.models.davit:WindowAttention": _from_davit,
     "timm.models.tnt:Attention": _from_tnt,
-    "timm.models.nest:Attention": _from_blocks,
-    "timm.models.volo:Attention": _from_blocks,
     "timm.models.volo:ClassAttention": _from_first,
     "timm.models.crossvit:CrossAttention": _from_first,
-    "timm.models.pvt_v2:Attention": _from_fewer,
-    "timm.models.twins:GlobalSubSampleAttn": _from_fewer,
-    "timm.models.twins:LocallyGroupedAttn": _from_groups,
     "timm.models.beit:Attention": _from_beit,
     "timm.models.vision_transformer_relpos:RelPosAttention": _from_relative,
     "timm.models.swin_transformer:WindowAttention": _from_swin,

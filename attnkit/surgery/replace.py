@@ -78,21 +78,21 @@ def replace_attention(
 
     Each attention module becomes an adapter of the same call signature with a `MultiHeadAttention`
     named `attention` inside, which has the very parameters of the module it replaces (an optimiser
-    that was made before keeps its place), its norms, gate, dropout and relative bias. Without
+    that was made before keeps its place), its norms, gate, dropout and relative bias. Where the
+    projections are not those of the block, as convolutions or pooled maps, the adapter keeps the
+    module itself, `theirs`, and its `attention` is `attnkit.attend` of heads. Without
     changes outputs and gradients are equal to rounding; weights are captured, kernels recorded,
     compiled and chosen as in any network of attnkit. State-dict keys change: load a pretrained
     network's weights first.
 
-    Served are timm's `Attention` (ViT, DeiT, DeiT III, CLIP, SigLIP and DINOv2 towers and more),
-    `AttentionPoolLatent` (SigLIP's pooling), the attention of CrossViT, NesT, MetaFormer, PVT v2,
-    TNT, Twins and VOLO, but for its outlook attention, DaViT's windows,
-    `AttentionRope` and `EvaAttention` (ViTs with rotary positions, EVA-02), BEiT's and the
-    relative-position ViT's `Attention`, both Swins' `WindowAttention`; torchvision's
-    `ShiftedWindowAttention`, both versions; torch's `nn.MultiheadAttention` (torchvision's
-    VisionTransformer). Where theirs has no bias of keys ours has one that begins at 0, which
-    changes nothing under a dot product; where their projections or biases are apart ours is one
-    parameter, a copy, and so is NesT's output projection, whose channels are in another order. The
-    state of the random generator stays.
+    Served is nearly all of timm's attention with a softmax of queries and keys; the table in
+    docs/zoo.md has its networks, `attnkit.surgery.timm.forwards` the classes that are kept. Also
+    torchvision's `ShiftedWindowAttention`, both versions; torch's `nn.MultiheadAttention`
+    (torchvision's VisionTransformer). Where theirs has no bias of keys ours has one that begins at
+    0, which changes nothing under a dot product; where their projections or biases are apart ours
+    is one parameter, a copy. Where heads are mixed after softmax (CaiT, EfficientFormer V2,
+    ConViT), the weights seen are those before they are mixed, and neither mask nor score may
+    change. The state of the random generator stays.
 
     Args:
         model: the network.
@@ -169,7 +169,7 @@ def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if module in ours or type(module).__module__.split(".")[0] == "attnkit":
             ours.update(module.modules())
-        elif name and _is_named_so(module):
+        elif name and (is_known(module) or _is_named_so(module)):
             named[name] = module
     for name, module in named.items():
         if is_known(module) or not any(other.startswith(f"{name}.") for other in named):

@@ -38,6 +38,10 @@ NETWORKS = {
     "rotary, mixed": ("vit_small_patch16_rope_mixed_224", NARROW),
     "swin": ("swin_tiny_patch4_window7_224", SWIN),
     "swin v2": ("swinv2_tiny_window8_256", SWIN),
+    "swin v2 cr": ("swinv2_cr_tiny_224", {"img_size": 64, "num_classes": 5, "depths": (2, 2),
+                                          "embed_dim": 24, "num_heads": (3, 6)}),
+    "hiera": ("hiera_tiny_224", {"img_size": (64, 64), "num_classes": 5, "embed_dim": 24,
+                                 "num_heads": 1, "stages": (1, 1, 1, 1)}),
     "siglip": ("vit_base_patch16_siglip_224", NARROW),
     "metaformer": lambda: metaformer.MetaFormer(
         3, 5, depths=(1, 2), dims=(32, 64), drop_path_rate=0.0,
@@ -64,7 +68,7 @@ NETWORKS = {
         [4, 4], 24, [2, 2], [3, 6], [7, 5], num_classes=5, stochastic_depth_prob=0.0, **V2),
 }  # fmt: skip
 
-LAYERS = {"siglip": 3, "crossvit": 4, "pvt v2": 4, "twins": 5, "volo": 4}
+LAYERS = {"hiera": 4, "siglip": 3, "crossvit": 4, "pvt v2": 4, "twins": 5, "volo": 4}
 
 
 def network(name, dtype=torch.float64, **options):
@@ -370,8 +374,8 @@ def test_torchs_hint_without_a_mask_is_refused():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("swin", {"window_size": (8, 6)}), ("swin v2", {}), ("beit", {}), ("beit, shared bias", {}),
-     ("vit", {}), ("eva02", {})],
+    [("swin", {"window_size": (8, 6)}), ("swin v2", {}), ("swin v2 cr", {}), ("beit", {}),
+     ("beit, shared bias", {}), ("vit", {}), ("eva02", {})],
 )  # fmt: skip
 def test_the_input_size_may_change_afterwards(name, options):
     """As theirs changes: a bias of positions is made for another window."""
@@ -431,6 +435,16 @@ def alter(change):
     return model
 
 
+class Softmax(nn.Module):
+    def forward(self, x):
+        return x.softmax(dim=1)
+
+
+def subclass_and_softmax(model):
+    model.blocks[1].attn = Subclass(192)
+    model.norm = nn.Sequential(model.norm, Softmax())
+
+
 def low_rank(model):
     class LowRank(nn.Linear):
         pass
@@ -443,10 +457,12 @@ def low_rank(model):
     [
         (lambda: alter(lambda m: setattr(m.blocks[1], "attn", Subclass(192))), {}, ValueError,
          r"cannot be replaced: blocks.1.attn: .*Subclass is not a class that is known"),
-        (lambda: timm.create_model("maxvit_pico_rw_256"), {}, ValueError,
-         r"stages.0.blocks.0.attn_block.attn, .* more: timm.models.maxxvit.AttentionCl is not"),
-        (lambda: timm.create_model("pvt_v2_b2_li"), {}, ValueError,
-         "stages.0.blocks.0.attn, .* more: Attention cannot be converted: keys of pooled maps"),
+        (lambda: timm.create_model("halonet26t"), {}, ValueError,
+         r"stages.2.1.self_attn, .* more: timm.layers.halo_attn.HaloAttn is not"),
+        (lambda: timm.create_model("cait_xxs24_224"), {"score": "cosine"}, ValueError,
+         "blocks.0.attn, .* more: TalkingHeadAttn .*: another mask or score where heads mix"),
+        (lambda: timm.create_model("nest_tiny"), {"normalizer": "delta_rule"}, ValueError,
+         "Attention cannot be converted: a normalizer that reads tokens"),
         (lambda: timm.create_model("vit_tiny_patch16_224", scale_attn_norm=True, **SMALL), {},
          ValueError, "blocks.0.attn, blocks.1.attn: .* a norm before the output projection"),
         (lambda: alter(low_rank), {}, ValueError, "blocks.1.attn: .* not plain nn.Linear"),
@@ -460,10 +476,10 @@ def low_rank(model):
          r"attention modules of ResNet, got '\*': there is none by name of its class$"),
         (lambda: nn.MultiheadAttention(4, 2), {}, ValueError,
          r"got '\*': it is one itself, .* such as torch.nn.ModuleList\(\[attention\]\)"),
-        (lambda: timm.create_model("convit_tiny", img_size=32), {}, ValueError,
-         r"softmax is taken in GPSA \(blocks.0.attn, blocks.1.attn and 8 more\); MHSA \(blocks.10"),
-        (lambda: timm.create_model("xcit_nano_12_p8_224"), {}, ValueError,
-         r"is not a class .*; a softmax is taken in XCA \(blocks.0.attn, blocks.1.attn and"),
+        (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Softmax()), {}, ValueError,
+         r"softmax is taken in Softmax \(1\), not known here"),
+        (lambda: alter(subclass_and_softmax), {}, ValueError,
+         r"is not a class .*; a softmax is taken in Softmax \(norm.1\)"),
         (lambda: timm.create_model("efficientvit_b0"), {}, ValueError,
          r"class; activations are multiplied with each other in LiteMLA \(stages.2.blocks.1.c.*"),
         (lambda: alter(id), {"where": "block.0"}, ValueError,
@@ -525,6 +541,6 @@ def test_what_cannot_be_replaced_may_stay():
     assert str(report).splitlines()[-1].startswith("left: network.0.0.attn, network.0.1.attn and 2")
     assert len(report) == 16
     torch.testing.assert_close(model(images()), expected, atol=1e-9, rtol=1e-9)
-    talking = timm.create_model("efficientvit_m0")
-    with pytest.raises(ValueError, match="CascadedGroupAttention"):  # nothing else to replace
-        replace_attention(talking, partial=True)
+    additive = timm.create_model("swiftformer_xs")
+    with pytest.raises(ValueError, match="AdditiveAttention"):  # nothing else to replace
+        replace_attention(additive, partial=True)

@@ -192,3 +192,15 @@ class _Inside(TorchFunctionMode):
     def _by_heads(self, tensor: Tensor) -> Tensor:
         """[batch, heads, …] of [batch · heads, …], or of one for all."""
         return tensor[None] if len(tensor) == 1 else tensor.unflatten(0, (-1, self.num_heads))
+
+
+class ComputedBy(TorchFunctionMode):
+    """In its block torch's `scaled_dot_product_attention` is a function with its arguments."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        is_attention = func is F.scaled_dot_product_attention
+        return (self.attend if is_attention else func)(*args, **(kwargs or {}))

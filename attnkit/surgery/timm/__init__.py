@@ -1,0 +1,1 @@
+"""Attention of timm that keeps its own projections and forward, around our `attend`."""

@@ -1,0 +1,129 @@
+"""A module of another library that keeps its parameters and projections, around our `attend`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnkit.core.attend import attend
+from attnkit.core.capture.torch_functions import ComputedBy
+from attnkit.core.masks.base import Mask
+from attnkit.core.normalizers import Normalizer
+from attnkit.core.scores.kinds import Score
+from attnkit.surgery.adapters import Adapter, Given, ours
+
+Forward = Callable[..., Any]
+"""(module, attend, *what its forward takes): its forward, where attention is `attend(query, key,
+value, attn_mask, dropout_p, scale=…)` with the arguments of torch's function."""
+
+
+class HeadAttention(nn.Module):
+    """`attend` of queries, keys and values that are heads already: the shared block without its
+    projections.
+
+    score: in the place of the network's own; None: that one.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.key_dim = num_heads * head_dim
+        self.score: Score | nn.Module | None = None
+        self.normalizer: Normalizer | nn.Module | None = None
+        self.backend = "auto"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        own: str | Score,
+        scale: float | None,
+        mask: Given,
+        bias: Tensor | None,
+        dropout_p: float,
+    ) -> Tensor:
+        """own, scale: the network's score; the rest as in `attend`."""
+        score: Any = self.score() if isinstance(self.score, nn.Module) else self.score
+        normalizer: Any = self.normalizer
+        if normalizer is not None and not self.training:
+            normalizer = normalizer.evaluated()
+        return attend(
+            query,
+            key,
+            value,
+            score=own if score is None else score,
+            scale=scale if score is None else None,
+            mask=mask,
+            bias=bias,
+            normalizer="softmax" if normalizer is None else normalizer,
+            dropout_p=dropout_p,
+            backend=self.backend,
+        )
+
+
+class Kept(Adapter):
+    """In the place of `theirs`, with whose parameters and modules it computes what they did."""
+
+    def __init__(
+        self, attention: HeadAttention, theirs: nn.Module, forward: Forward, mask: Mask | None
+    ) -> None:
+        # a block without projections, to which no tokens are given
+        super().__init__(attention, nn.Identity(), mask=mask)  # type: ignore[arg-type]
+        self.theirs: Any = copy.copy(theirs)
+        if hasattr(theirs, "fused_attn"):
+            vars(self.theirs)["fused_attn"] = True
+        self.their_forward = forward
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.their_forward(self.theirs, self._attend, *given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        """What networks read of it, such as the stride of its queries, is theirs."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            theirs = vars(self).get("_modules", {}).get("theirs")
+            if theirs is None:
+                raise
+            return getattr(theirs, name)
+
+    def set_window_size(self, window_size: Any) -> None:
+        self.theirs.set_window_size(window_size)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        score: str | Score = "scaled_dot",
+    ) -> Tensor:
+        """As torch's function. Of three dimensions images and heads are the first; of five images
+        and windows are the first two."""
+        tensors: tuple[Tensor, ...] = query, key, value
+        shape = query.shape
+        if query.ndim == 3:
+            heads = (-1, self.attention.num_heads)
+            tensors = tuple(tensor.unflatten(0, heads) for tensor in tensors)
+            attn_mask = None if attn_mask is None else attn_mask.unflatten(0, heads)
+        elif query.ndim == 5:
+            tensors = tuple(tensor.flatten(0, 1) for tensor in tensors)
+        mask, bias = ours(attn_mask, is_causal)
+        options = {"own": score, "scale": scale, "dropout_p": dropout_p, "bias": bias}
+        output = self.attention(*tensors, **options, mask=self._both(mask))
+        return output.reshape(*shape[:-1], value.shape[-1])
+
+
+def fused(theirs: nn.Module, attend: Callable[..., Tensor], *given: Any, **named: Any) -> Any:
+    """The forward of a module that calls torch's function, which is ours meanwhile."""
+    with ComputedBy(attend):
+        return theirs(*given, **named)
