@@ -89,10 +89,11 @@ def replace_attention(
     `AttentionRope` and `EvaAttention` (ViTs with rotary positions, EVA-02), BEiT's and the
     relative-position ViT's `Attention`, both Swins' `WindowAttention`; torchvision's
     `ShiftedWindowAttention`, both versions; torch's `nn.MultiheadAttention` (torchvision's
-    VisionTransformer). Where theirs has no bias of keys ours has one that begins at 0, which
-    changes nothing under a dot product; where their projections or biases are apart ours is one
-    parameter, a copy, and so is NesT's output projection, whose channels are in another order. The
-    state of the random generator stays.
+    VisionTransformer); of transformers `Swinv2Attention` and `Data2VecVisionAttention`, as its
+    other towers ask the interface of `attnkit.interop.register_transformers`. Where theirs has
+    no bias of keys ours has one that begins at 0, which changes nothing under a dot product; where
+    their projections or biases are apart ours is one parameter, a copy, and so is NesT's output
+    projection, whose channels are in another order. The state of the random generator stays.
 
     Args:
         model: the network.
@@ -171,7 +172,10 @@ def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             ours.update(module.modules())
         elif name and _is_named_so(module):
             named[name] = module
+    known = tuple(f"{name}." for name, module in named.items() if is_known(module))
     for name, module in named.items():
+        if name.startswith(known):  # it is replaced with what is around it
+            continue
         if is_known(module) or not any(other.startswith(f"{name}.") for other in named):
             yield name, module
 
