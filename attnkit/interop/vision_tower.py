@@ -53,9 +53,8 @@ class VisionTower(nn.Module):
         in_channels: of the images.
 
     Raises:
-        ImportError: transformers is not installed.
-        ValueError: weights that cannot be had or do not fit, a model that is no such tower, or a
-            size or number of channels that it cannot take.
+        ValueError: transformers is not installed; weights that cannot be had or do not fit, a model
+            that is no such tower, or a size or number of channels that it cannot take.
     """
 
     tower: Any
@@ -70,7 +69,12 @@ class VisionTower(nn.Module):
         in_channels: int = 3,
     ) -> None:
         super().__init__()
-        register_transformers()
+        try:
+            register_transformers()
+        except ImportError as error:
+            raise ValueError(
+                "VisionTower needs transformers: pip install 'attnkit[transformers]'"
+            ) from error
         if config is None:
             config = _config_of(weights)
         kind = config.get("model_type")

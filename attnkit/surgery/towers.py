@@ -46,7 +46,7 @@ class Swinv2(Towers):
     ) -> tuple[Tensor, ...]:
         """attention_mask: [windows, tokens, tokens], 0 or −100, which theirs adds twice."""
         if attention_mask is not None:
-            repeats = len(hidden_states) // len(attention_mask)
+            repeats = hidden_states.shape[0] // attention_mask.shape[0]
             attention_mask = 2 * attention_mask[:, None].repeat(repeats, 1, 1, 1)
         return self.answer(hidden_states, attention_mask, output_attentions)
 
