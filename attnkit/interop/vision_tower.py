@@ -97,7 +97,7 @@ class VisionTower(nn.Module):
 
     def forward(
         self, images: Annotated[Tensor, "batch channels height width"]
-    ) -> Annotated[Tensor, "batch num_classes"]:
+    ) -> Annotated[Tensor, "batch classes"]:
         return self.head(self.pooled(images))
 
     def pooled(
