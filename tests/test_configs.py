@@ -68,6 +68,7 @@ TRAINED = [
     " scheduler=plateau trainer=cpu",
     *(f"task=vit trainer={trainer}" for trainer in ("gpu", "ddp", "fsdp")),
     "task=vit model=timm scheduler=polynomial trainer=cpu",
+    "task=vit model=transformers data=digits trainer=cpu",
     "task=vit experiment=cifar10_vit data=image_folder trainer=cpu",
     "task=channel experiment=cifar10_resnet attention=eca data=image_folder trainer=cpu",
     "task=spatial backbone=timm attention=se data=cifar10 finetune=head scheduler=step trainer=cpu",
@@ -215,6 +216,12 @@ def _arranged(run, graph_files, tmp_path, monkeypatch):
         command.append("backbone.name=test_resnet" if timm else "backbone.num_blocks=1")
     elif chosen.get("model") == "timm":
         command += ["model.name=test_vit", "data.image_size=32"]
+    elif chosen.get("model") == "transformers":
+        kind = pytest.importorskip("transformers").ViTModel
+        sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3}
+        tower = kind(kind.config_class(**sizes, image_size=8, patch_size=4, num_channels=1))
+        tower.save_pretrained(tmp_path / "tower")
+        command.append(f"model.weights={tmp_path / 'tower'}")
     elif chosen["task"] == "vit":
         command += ["model.depth=1", *([] if "model" in chosen else ["model.dim=24"])]
     name = None

@@ -39,6 +39,9 @@ def folder(tmp_path_factory):
         network, folder / "weights" / "hf", model_config={"num_classes": 11},
         safe_serialization=True,
     )  # fmt: skip
+    kind = pytest.importorskip("transformers").Dinov2Model
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 56}
+    kind(kind.config_class(**sizes)).save_pretrained(folder / "weights" / "tower")
     return folder
 
 

@@ -76,6 +76,11 @@ def _is_meant(network: nn.Module, name: str, pattern: str) -> bool:
         return fnmatchcase(name, pattern)
     parts = name.split(".")
     in_mlp = any("mlp" in part.lower() or "ffn" in part.lower() for part in parts)
+    # older models of transformers have layer.intermediate.dense and layer.output.dense
+    in_mlp |= parts[-2:-1] == ["intermediate"] or (
+        parts[-2:-1] == ["output"]
+        and hasattr(network.get_submodule(".".join(parts[:-2])), "intermediate")
+    )
     if pattern == "attention":
         return not in_mlp and any(map(_is_attention, _around(network, parts)))
     return pattern == "all" or in_mlp

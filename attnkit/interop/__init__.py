@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from attnkit.interop.pyg import from_pyg
     from attnkit.interop.transformers import record_masks, register_transformers
     from attnkit.interop.vision import from_timm, from_torch, from_torchvision
+    from attnkit.interop.vision_tower import VisionTower
 else:
     __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "PretrainedViT",
+    "VisionTower",
     "explainable",
     "from_pyg",
     "from_timm",

@@ -82,8 +82,8 @@ def attention(
     says so and there is more than one query. `sliding_window` is not read: the mask has it.
     """
     _check_options(module, options)
-    if len(query) != len(key):  # such as learned queries
-        query = query.expand(len(key), -1, -1, -1)
+    if query.shape[0] != key.shape[0]:  # such as learned queries
+        query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(module, query, key, attention_mask, is_causal, options)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
@@ -141,7 +141,7 @@ def _mask_and_bias(
         causal = Causal() if is_causal and query.shape[2] > 1 else None
         return packed if causal is None else causal if packed is None else packed & causal, None
     if isinstance(attention_mask, MaskTensor):
-        expected = [len(query), 1, query.shape[2], key.shape[2]]
+        expected = [query.shape[0], 1, query.shape[2], key.shape[2]]
         fits = [*attention_mask.shape] == expected
         mask = attention_mask.mask if fits else as_mask(attention_mask.numbers())
     elif attention_mask.is_floating_point():

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 OF_DATA = ("image_size", "in_channels", "interpolation", "crop_pct")
 """What of it is for data, which prepare images; `mean` and `std` are for modules."""
-OF_MODEL = ("name", "patch_size")
+OF_MODEL = ("name", "patch_size", "config")
 """What is for the network itself."""
 _TARGETS = (
     "attnkit.TimmEncoder",
@@ -41,17 +41,20 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         node: of `timm_backbone`, `TimmEncoder` or `timm.create_model`, with `pretrained: true` or
-            `weights`, or of `PretrainedViT`, with `pretrained: NAME`. Of others nothing is known.
+            `weights`, of `PretrainedViT`, with `pretrained: NAME`, or of `VisionTower` with
+            `weights`. Of others nothing is known.
 
     Returns:
-        `name` and `patch_size` of the network, `image_size` (a side, or height and width),
-        `in_channels`, `mean`, `std`, `interpolation` and `crop_pct`, as far as they are known;
-        nothing where the node asks for no weights.
+        `name` and `patch_size` of the network, of a tower of transformers its `config`;
+        `image_size` (a side, or height and width), `in_channels`, `mean`, `std`, `interpolation`
+        and `crop_pct`, as far as they are known; nothing where the node asks for no weights.
 
     Raises:
         ValueError: no such name, or no such weights; files are read, which is to be known before
             thousands of images are.
     """
+    if node.get("_target_") == "attnkit.interop.VisionTower" and node.get("weights"):
+        return _of_transformers(node["weights"])
     if node.get("_target_") not in _TARGETS:
         return {}
     named = node.get("name", node.get("model_name"))
@@ -74,6 +77,15 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
         return found or _of_vit(given, of_vit(state))
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
+
+
+def _of_transformers(weights: str) -> dict[str, Any]:
+    from attnkit.models.tower_files import tower_facts
+
+    try:
+        return tower_facts(weights)
+    except ValueError as error:
+        raise ValueError(f"weights: {error}") from error
 
 
 def _facts(name: str | None, config: Any) -> dict[str, Any]:

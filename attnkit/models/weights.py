@@ -68,7 +68,7 @@ def read_source(given: str | Path) -> Source:
             made = ", ".join(found.get("architectures") or [found["model_type"]])
             raise ValueError(
                 f"{given} holds a model of transformers ({made}), whose names are not timm's; "
-                "expected weights of a network of timm"
+                "expected weights of a network of timm; model=transformers takes vision towers"
             )
         architecture, config = found.get("architecture"), found.get("pretrained_cfg", found)
         return Source(architecture, dict(found.get("model_args") or {}), dict(config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
 from attnkit.interop.carry import has_hooks, joined, refuse
-from attnkit.surgery import adapters, relative, windows
+from attnkit.surgery import adapters, relative, towers, windows
 from attnkit.surgery.timm.forwards import FORWARDS, MIXING
 from attnkit.surgery.timm.kept import HeadAttention, Kept
 
@@ -50,7 +51,8 @@ def convert(module: nn.Module, changes: Changes) -> adapters.Adapter:
         ValueError: the module is of no class known here, or has what the block has not.
     """
     if not is_known(module):
-        raise ValueError(f"{_class_of(module).replace(':', '.')} is not a class that is known here")
+        name = _class_of(module).replace(":", ".")
+        raise ValueError(f"{name} is not a class that is known here{towers.instead(module)}")
     refuse(module, {"hooks": any(map(has_hooks, module.modules()))})
     with torch.enable_grad():  # by which parts of parameters know whether they are frozen
         adapter = _CONVERTERS.get(_class_of(module), _kept)(module, changes)
@@ -369,4 +371,10 @@ _CONVERTERS: dict[str, Callable[[Any, Changes], adapters.Adapter]] = {
     "torch.nn.modules.activation:MultiheadAttention": _from_torch,
     "torchvision.models.swin_transformer:ShiftedWindowAttention": _from_torchvision_swin,
     "torchvision.models.swin_transformer:ShiftedWindowAttentionV2": _from_torchvision_swin_v2,
+    "transformers.models.swinv2.modeling_swinv2:Swinv2Attention": partial(
+        towers.from_swin_v2, _from_apart
+    ),
+    "transformers.models.data2vec.modeling_data2vec_vision:Data2VecVisionAttention": partial(
+        towers.from_data2vec, _from_apart
+    ),
 }

@@ -88,9 +88,11 @@ def replace_attention(
     Served is nearly all of timm's attention with a softmax of queries and keys; the table in
     docs/zoo.md has its networks, `attnkit.surgery.timm.forwards` the classes that are kept. Also
     torchvision's `ShiftedWindowAttention`, both versions; torch's `nn.MultiheadAttention`
-    (torchvision's VisionTransformer). Where theirs has no bias of keys ours has one that begins at
-    0, which changes nothing under a dot product; where their projections or biases are apart ours
-    is one parameter, a copy. Where heads are mixed after softmax (CaiT, EfficientFormer V2,
+    (torchvision's VisionTransformer); of transformers `Swinv2Attention` and
+    `Data2VecVisionAttention`, as its other towers ask the interface of
+    `attnkit.interop.register_transformers`. Where theirs has no bias of keys ours has one that
+    begins at 0, which changes nothing under a dot product; where their projections or biases are
+    apart ours is one parameter, a copy. Where heads are mixed after softmax (CaiT, EfficientFormer V2,
     ConViT), the weights seen are those before they are mixed, and neither mask nor score may
     change. The state of the random generator stays.
 
@@ -171,7 +173,10 @@ def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             ours.update(module.modules())
         elif name and (is_known(module) or _is_named_so(module)):
             named[name] = module
+    known = tuple(f"{name}." for name, module in named.items() if is_known(module))
     for name, module in named.items():
+        if name.startswith(known):  # it is replaced with what is around it
+            continue
         if is_known(module) or not any(other.startswith(f"{name}.") for other in named):
             yield name, module
 
