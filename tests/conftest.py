@@ -50,7 +50,9 @@ def _place(path: Path) -> int:
 def _seeded():
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():  # torch.manual_seed would keep a traceback for when it is
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture
