@@ -14,6 +14,8 @@ from attnkit.launch.processes.python import SPINS
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # as the command does
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of them would compile attnkit again
+sys.dont_write_bytecode = False  # and each run the assertions of every test
 os.environ["ATTNKIT_LEDGER"] = "off"  # not what was measured on the machine of a developer
 
 import numpy as np
