@@ -271,6 +271,7 @@ def test_a_causal_mask_at_the_wrong_corner_is_found_and_auto_leaves_the_kernel_o
     assert chosen().chosen == "flash"
 
 
+@pytest.mark.slow
 def test_every_kind_that_is_wrong_is_recorded_and_a_whole_clean_run_takes_it_back(
     flash, monkeypatch
 ):

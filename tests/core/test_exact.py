@@ -271,6 +271,7 @@ def digest():
     return found.hexdigest()
 
 
+@pytest.mark.slow
 def test_in_a_process_of_other_threads():
     command = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     command += f"import {Path(__file__).stem} as here; print(here.digest())"

@@ -483,6 +483,7 @@ for number in range(int(sys.argv[2])):
 """
 
 
+@pytest.mark.slow
 def test_several_processes_write_at_once_and_one_is_killed(file):
     code = [sys.executable, "-c", WRITER]
     writer = subprocess.Popen([*code, "first", "15"])
