@@ -15,7 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # as the command does
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of them would compile attnkit again
-sys.dont_write_bytecode = False  # and each run the assertions of every test
 os.environ["ATTNKIT_LEDGER"] = "off"  # not what was measured on the machine of a developer
 
 import numpy as np
@@ -24,6 +23,8 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY.parent / "shared" / "data"
+
+sys.dont_write_bytecode = False  # or each run compiles the assertions of all tests
 
 gc.set_threshold(10_000, 20, 20)  # to search all that was imported takes half a second
 
