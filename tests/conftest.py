@@ -14,6 +14,7 @@ from attnkit.launch.processes.python import SPINS
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # as the command does
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of them would compile attnkit again
 os.environ["ATTNKIT_LEDGER"] = "off"  # not what was measured on the machine of a developer
 
 import numpy as np
@@ -22,6 +23,8 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA = REPOSITORY.parent / "shared" / "data"
+
+sys.dont_write_bytecode = False  # or each run compiles the assertions of all tests
 
 gc.set_threshold(10_000, 20, 20)  # to search all that was imported takes half a second
 
@@ -50,7 +53,9 @@ def _place(path: Path) -> int:
 def _seeded():
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():  # torch.manual_seed would keep a traceback for when it is
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture

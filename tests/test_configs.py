@@ -135,7 +135,9 @@ def test_checks_trains_and_predicts(run, arranged, tmp_path, capfd):
     assert ("kernel of" in said) == (not set(_chosen(run).values()) & WITHOUT_KERNELS)
     _trains(command, tmp_path / "run", capfd)
     predict = ["run=predict", f"ckpt={tmp_path / 'run'}", f"run_dir={tmp_path / 'predicted'}"]
-    if "task=graph" not in command:
+    if "task=graph" in command:  # all of them
+        predict.append("data.batch_size=600")
+    else:
         predict.append(f"images={_pictures(tmp_path / 'pictures')}")
     assert main(predict) == 0, capfd.readouterr().err
     rows = (tmp_path / "predicted" / "predictions.csv").read_text().splitlines()

@@ -271,11 +271,11 @@ def digest():
     return found.hexdigest()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_in_a_process_of_other_threads(threads):
+@pytest.mark.slow
+def test_in_a_process_of_other_threads():
     command = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     command += f"import {Path(__file__).stem} as here; print(here.digest())"
-    variables = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    variables = os.environ | {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}  # this has 1
     done = subprocess.run(
         [sys.executable, "-c", command], capture_output=True, text=True, env=variables
     )
@@ -317,7 +317,7 @@ def check_graphs(seed):
     assert are_same([tensor[:, :, own] for tensor in found], alone)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))  # of one and more heads, with both scores and dtypes
 def test_graphs(seed):
     pytest.importorskip("numba")
     check_graphs(seed)

@@ -343,7 +343,7 @@ def run(*words):
 )
 def test_trains_tests_and_predicts(tmp_path, monkeypatch, level, data, columns):
     monkeypatch.chdir(tmp_path)
-    few = "trainer.limit_batches=2 model.hidden_channels=8"
+    few = "trainer.limit_batches=2 model=gat model.hidden_channels=8"
     run("task=graph", f"level={level}", *data.split(), *few.split(), "trainer.max_epochs=1",
         "run_dir=made")  # fmt: skip
     results = json.loads((tmp_path / "made/results.json").read_text())

@@ -483,11 +483,12 @@ for number in range(int(sys.argv[2])):
 """
 
 
+@pytest.mark.slow
 def test_several_processes_write_at_once_and_one_is_killed(file):
     code = [sys.executable, "-c", WRITER]
-    writers = [subprocess.Popen([*code, name, "15"]) for name in ("first", "second")]
+    writer = subprocess.Popen([*code, "first", "15"])
     killed = subprocess.Popen([*code, "killed", "100000"])
-    assert [writer.wait() for writer in writers] == [0, 0]
+    assert writer.wait() == 0
     found = []
     while "killed" not in str(found):
         assert killed.poll() is None
@@ -499,12 +500,11 @@ def test_several_processes_write_at_once_and_one_is_killed(file):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = {wrong.kind for wrong in ledger.known_of("cpu").found}
-    expected = {frozenset({n, f"number {i}"}) for n in ("first", "second") for i in range(15)}
+    expected = {frozenset({"first", f"number {i}"}) for i in range(15)}
     assert {kind for kind in found if "killed" not in kind} == expected
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_code_obeys(file, dynamic):
+def test_compiled_code_obeys(file):
     if compiling_is_exporting():
         pytest.skip("this torch says that it exports where it compiles")
     small = tensors()
@@ -514,7 +514,7 @@ def test_compiled_code_obeys(file, dynamic):
         recorder = EagerAndRecordGraphs()
         compiled = torch.compile(
             lambda q, k, v: attend(q, k, v, mask=Causal()),
-            fullgraph=True, backend=recorder, dynamic=dynamic,
+            fullgraph=True, backend=recorder,  # the second size makes sizes symbolic
         )  # fmt: skip
         for size in ((2, 2, 7, 8), (2, 2, 9, 8), (3, 2, 11, 8)):
             query = tensors(size=size)

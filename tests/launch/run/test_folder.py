@@ -190,6 +190,7 @@ def test_a_copy_goes_on_beside_its_original(attnkit, mine, hers):
     assert after == before
 
 
+@pytest.mark.slow
 def test_seconds_count_what_came_before(mine, monkeypatch):
     """The checkpoint that it goes on from says how long it took to come there, not the new one."""
     assert mine("run_dir=run", "trainer.max_epochs=1").code == 0

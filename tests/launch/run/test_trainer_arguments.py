@@ -186,6 +186,7 @@ def test_minutes_and_another_end_are_refused(mine, limit):
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_minutes_is_over_until_it_gets_more(attnkit):
     job = [word for word in VIT if not word.startswith("trainer.max_epochs")]
     assert attnkit(*job, "trainer.minutes=0.02", "run_dir=run").code == 0

@@ -518,7 +518,9 @@ def test_other_types_sizes_and_layouts_are_others(sorts):
         assert torch.equal(outputs[1], layer(nodes, anew)["paper"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(  # what remembers is one, in typed_edges.py
+    "kind", [HGTAttention, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+)
 def test_programs_remember_nothing(kind):
     model = Layers(kind, backend="edges")
     expected = model(*model.given())

@@ -189,16 +189,23 @@ def test_images_that_change_are_shown_to_the_teacher_each_time(fit):
 
 
 def run(*words, **values):
-    values = {"trainer": {"max_epochs": 2, "accelerator": "cpu"}, **values}
+    trainer = {"max_epochs": 2, "accelerator": "cpu", "limit_batches": 8}
+    values["trainer"] = {**trainer, **values.get("trainer", {})}
     return attnkit.run("task=vit", *words, **values)
 
 
-@pytest.fixture
-def teacher(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
     """A run folder of a teacher of grey digits, 16 pixels wide."""
+    folder = tmp_path_factory.mktemp("taught") / "teacher"
+    run("data.image_size=16", "model.patch_size=4", run_dir=str(folder))
+    return folder
+
+
+@pytest.fixture
+def teacher(trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run("data.image_size=16", "model.patch_size=4", run_dir="teacher")
-    return "teacher"
+    return trained
 
 
 def test_a_run_resumed_is_the_same_and_no_checkpoint_holds_the_teacher(teacher):
@@ -208,10 +215,10 @@ def test_a_run_resumed_is_the_same_and_no_checkpoint_holds_the_teacher(teacher):
         f"distill.teacher={teacher}",
         "distill.features=0.5",
     )
-    whole = run(*words, run_dir="whole", trainer={"max_epochs": 3, "accelerator": "cpu"})
-    run(*words, run_dir="parts", trainer={"max_epochs": 3, "accelerator": "cpu", "max_steps": 31})
+    whole = run(*words, run_dir="whole")
+    run(*words, run_dir="parts", trainer={"max_steps": 11})
     parts = attnkit.run("resume=parts", "trainer.max_steps=-1")
-    plain = run(run_dir="plain", trainer={"max_epochs": 1, "accelerator": "cpu"})
+    plain = run(run_dir="plain", trainer={"max_epochs": 1})
     states = [
         torch.load(each.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
         for each in (whole, parts, plain)
@@ -234,9 +241,9 @@ def test_what_is_refused(teacher, capsys):
          "the 1000 of resnet18"),
         (["distill.teacher=resnet18", "distill.weight=0", "distill.features=1"], "distill.teacher: "
          "pretrained: the weights of resnet18 cannot be loaded"),
-        (["distill.teacher=teacher", "distill.weight=2"], "weight: expected 0 <= weight <= 1"),
+        ([f"distill.teacher={teacher}", "distill.weight=2"], "weight: expected 0 <= weight <= 1"),
         (["distill.teacher=."], "distill.teacher: no checkpoints/best.ckpt in"),
-        (["distill.teacher=teacher", "task=graph"], "distill.teacher: NodeClassification is no "
+        ([f"distill.teacher={teacher}", "task=graph"], "distill.teacher: NodeClassification is no "
          "classifier of images"),
         (["distill.weight=0.9"], "distill.weight=0.9: given without distill.teacher"),
         (["distill={weight:0.9}"], "distill={weight:0.9}: given without distill.teacher"),
