@@ -92,8 +92,8 @@ def replace_attention(
     `Data2VecVisionAttention`, as its other towers ask the interface of
     `attnkit.interop.register_transformers`. Where theirs has no bias of keys ours has one that
     begins at 0, which changes nothing under a dot product; where their projections or biases are
-    apart ours is one parameter, a copy. Where heads are mixed after softmax (CaiT, EfficientFormer V2,
-    ConViT), the weights seen are those before they are mixed, and neither mask nor score may
+    apart ours is one parameter, a copy. Where heads are mixed after softmax (CaiT, EfficientFormer
+    V2, ConViT), the weights seen are those before they are mixed, and neither mask nor score may
     change. The state of the random generator stays.
 
     Args:
