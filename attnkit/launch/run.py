@@ -195,7 +195,8 @@ class Run:
         if self.config.get("init"):
             facts |= trained_on(self.config["init"])
         data, module = (self.config.get(key) or {} for key in ("data", "module"))
-        fill(data, {key: facts[key] for key in OF_DATA if key in facts})
+        of_data = (*OF_DATA, "patch_size") if data.get("native") else OF_DATA
+        fill(data, {key: facts[key] for key in of_data if key in facts})
         means: dict[str, Any] = {key: facts[key] for key in ("mean", "std") if key in facts}
         if data.get("in_channels") == 1:  # of grey images the colours are equal
             means = {key: [sum(values) / len(values)] for key, values in means.items()}

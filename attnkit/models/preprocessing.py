@@ -27,6 +27,7 @@ OF_MODEL = ("name", "patch_size")
 _TARGETS = (
     "attnkit.TimmEncoder",
     "attnkit.interop.PretrainedViT",
+    "attnkit.interop.timm_network",
     "attnkit.models.timm_backbone",
     "timm.create_model",
 )
@@ -40,7 +41,7 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
     which the log says (logger `attnkit.models.preprocessing`).
 
     Args:
-        node: of `timm_backbone`, `TimmEncoder` or `timm.create_model`, with `pretrained: true` or
+        node: of `timm_backbone`, `timm_network`, `TimmEncoder` or `timm.create_model`, with `pretrained: true` or
             `weights`, or of `PretrainedViT`, with `pretrained: NAME`. Of others nothing is known.
 
     Returns:
