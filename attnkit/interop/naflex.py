@@ -54,7 +54,9 @@ def as_vision_transformer(model: Any) -> nn.Module:
             "positions with aligned corners (pos_embed_align_corners)": (
                 learned and embeds.pos_embed_align_corners
             ),
-            "positions by grid_sample (pos_embed_use_grid_sample)": embeds.pos_embed_use_grid_sample,
+            "positions by grid_sample (pos_embed_use_grid_sample)": (
+                embeds.pos_embed_use_grid_sample
+            ),
             "factorized positions that keep the aspect of a grid that is not square": (
                 factorized and embeds.pos_embed_ar_preserving and rows != columns
             ),

@@ -59,7 +59,10 @@ def timm_network(
     except ValueError as error:
         hint = ""
         if str(error).startswith("patch_size:"):
-            (height, width), (patch, _) = network.patch_embed.img_size, network.patch_embed.patch_size
+            (height, width), (patch, _) = (
+                network.patch_embed.img_size,
+                network.patch_embed.patch_size,
+            )
             side = max(patch, min(height, width) // patch * patch)
             hint = f"; data.patch_size={patch} data.image_size={side}"
         raise ValueError(f"native: {name}: {error}{hint}") from error

@@ -304,7 +304,8 @@ class Run:
     def explain(
         self, num_images: int = 8, *, graph: int | None = None, **options: Any
     ) -> Explanation:
-        """`attnkit.explain` of the first test data, or of a node or a pair of nodes by `index`.
+        """`attnkit.explain` of the first test data, or of a node or a pair of nodes by `index`;
+        images of several sizes are brought to one.
 
         Args:
             num_images: how many images at most, from each class in turn.
@@ -320,7 +321,7 @@ class Run:
         from attnkit.launch.modes.explain import chosen, explained_of
 
         batch, _, _ = chosen(self, num_images, None if graph is None else [graph])
-        given = explained_of(self.module, batch, self.module.device)
+        given = explained_of(self.module, batch, self.module.device).of_one_size()
         if graph is not None and given.graphs is None:
             raise TypeError(f"graph: expected none for {given.kind}, got {graph}")
         options = {"target": given.sentences, "of": given.of, **options}

@@ -41,8 +41,9 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
     which the log says (logger `attnkit.models.preprocessing`).
 
     Args:
-        node: of `timm_backbone`, `timm_network`, `TimmEncoder` or `timm.create_model`, with `pretrained: true` or
-            `weights`, or of `PretrainedViT`, with `pretrained: NAME`. Of others nothing is known.
+        node: of `timm_backbone`, `timm_network`, `TimmEncoder` or `timm.create_model`, with
+            `pretrained: true` or `weights`, or of `PretrainedViT`, with `pretrained: NAME`. Of
+            others nothing is known.
 
     Returns:
         `name` and `patch_size` of the network, `image_size` (a side, or height and width),

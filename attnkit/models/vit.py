@@ -12,8 +12,8 @@ from attnkit.core.arguments import at_least, choice, divides, pair, share
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.normalizers import Normalizer
 from attnkit.core.positions.absolute import (
+    BICUBIC,
     FactorizedPositions2d,
-    Resampling,
     resize_positions,
     sincos_2d,
 )
@@ -153,7 +153,7 @@ class ViT(nn.Module):
         self.head_dim = dim // num_heads
         self.pooling = pooling
         self.positions = positions
-        self.resampling = Resampling()  # of learned positions
+        self.resampling = BICUBIC  # of learned positions
         self.position_std = 0.02 if position_std is None else position_std
         self.num_prefix_tokens = int(class_token) + num_registers
 

@@ -33,6 +33,10 @@ class Resampling(NamedTuple):
         return (max(grid), max(grid)) if self.square else grid
 
 
+BICUBIC = Resampling()
+"""As timm's Vision Transformers do."""
+
+
 def sincos_1d(
     num_positions: int, dim: int, *, temperature: float = 10000.0
 ) -> Annotated[Tensor, "positions dim"]:
@@ -196,9 +200,7 @@ class _GridPositions(_Tables):
             )
         return tokens + F.pad(positions, (0, 0, self.num_prefix_tokens, 0))
 
-    def resize(
-        self: "Positions", grid: tuple[int, int], how: Resampling = Resampling()
-    ) -> "Positions":
+    def resize(self: "Positions", grid: tuple[int, int], how: Resampling = BICUBIC) -> "Positions":
         """Resample every table to another grid, in place; returns self. See `resize_positions`.
 
         The parameters are new ones, so resize before you make an optimiser.
@@ -275,7 +277,7 @@ def resize_positions(
     positions: Tensor,
     old_grid: tuple[int, int],
     new_grid: tuple[int, int],
-    how: Resampling = Resampling(),
+    how: Resampling = BICUBIC,
     whole: tuple[int, int] | None = None,
 ) -> Tensor:
     """Resample learned positions `[…, rows * columns, dim]` to another grid, the upper left part of
@@ -310,7 +312,7 @@ def _resized(
     table: nn.Parameter,
     old_grid: tuple[int, int],
     new_grid: tuple[int, int],
-    how: Resampling = Resampling(),
+    how: Resampling = BICUBIC,
     whole: tuple[int, int] | None = None,
 ) -> nn.Parameter:
     if old_grid == new_grid and whole in (None, old_grid):
