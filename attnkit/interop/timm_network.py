@@ -49,7 +49,7 @@ def timm_network(
     if not native:
         return network
     try:
-        vit = from_timm(network)
+        vit: Any = from_timm(network)
     except TypeError as error:
         has = ", ".join(_parts(network)) or "another architecture"
         raise ValueError(
@@ -66,7 +66,7 @@ def timm_network(
             side = max(patch, min(height, width) // patch * patch)
             hint = f"; data.patch_size={patch} data.image_size={side}"
         raise ValueError(f"native: {name}: {error}{hint}") from error
-    vit.native = True  # type: ignore[assignment]
+    vit.native = True
     return vit
 
 

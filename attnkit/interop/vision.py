@@ -124,7 +124,8 @@ def from_timm(model: Any) -> nn.Module:
     if type(model) is NaFlexVit:
         from attnkit.interop.naflex import as_vision_transformer, with_positions_of
 
-        return with_positions_of(model, from_timm(as_vision_transformer(model)))
+        like: Any = as_vision_transformer(model)
+        return with_positions_of(model, from_timm(like))
     check_class(model, VisionTransformer, *(gates := gates_of_timm()))
     if type(model) in gates:
         return gates[type(model)](model)

@@ -107,7 +107,9 @@ class Explained:
         """One image, or sentence, as a batch of its own."""
         part = slice(number, number + 1)
         found = {name: getattr(self, name) for name in _OF_EACH}
-        cut = {name: None if each is None else each[part] for name, each in found.items()}
+        cut: dict[str, Any] = {
+            name: None if each is None else each[part] for name, each in found.items()
+        }
         if self.has_sizes:
             lists = ("inputs", "pictures", "masks")
             cut |= {name: each and each[0][None] for name in lists if (each := cut[name])}

@@ -172,7 +172,7 @@ def _image_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
             row["spearman_against"] = float(torch.cat(alike).mean())
         rows.append(row)
     for name in ("random", "centre", "input_gradient", "oracle"):
-        first = trusts[found[0].method]
+        first: Any = trusts[found[0].method]
         scores = _scores(first, name)
         if name == "random":  # two random maps differ, but the one shown depends on nothing
             scores |= dict.fromkeys([*_SCORES][:3])

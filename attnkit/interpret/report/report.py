@@ -278,10 +278,9 @@ class Report:
             for method in self.methods:
                 step(f"{called}{method}")
                 seen = explain(explained.model, inputs, asked, method, **index)
-                one, compared = (
-                    given.alone(place) if given is not None and given.has_sizes else given
-                    for given in (explained, against)
-                )
+                one, compared = explained, against
+                if explained.has_sizes:
+                    one, compared = explained.alone(place), against and against.alone(place)
                 other = None if compared is None else _of_other(compared, seen)
                 found.append(Judged(method, seen, self._judged(one, seen), other, place))
         step("the page")
