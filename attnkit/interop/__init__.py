@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnkit.interop.hetero import to_hetero
     from attnkit.interop.pretrained_vit import PretrainedViT
     from attnkit.interop.pyg import from_pyg
+    from attnkit.interop.timm_network import timm_network
     from attnkit.interop.transformers import record_masks, register_transformers
     from attnkit.interop.vision import from_timm, from_torch, from_torchvision
     from attnkit.interop.vision_tower import VisionTower
@@ -32,5 +33,6 @@ __all__ = [
     "from_torchvision",
     "record_masks",
     "register_transformers",
+    "timm_network",
     "to_hetero",
 ]

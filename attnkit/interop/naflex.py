@@ -1,16 +1,34 @@
-"""timm's NaFlexViT as timm's VisionTransformer of the same weights, for images of one size."""
+"""timm's NaFlexViT as our ViT, by way of timm's VisionTransformer of the same weights."""
 
 from typing import Any
 
 from torch import Tensor, nn
 
+from attnkit.core.positions.absolute import FactorizedPositions2d, Resampling
 from attnkit.interop.carry import check_class, has_hooks, refuse
+from attnkit.models.vit import ViT
+
+
+def with_positions_of(model: Any, vit: ViT) -> ViT:
+    """The `ViT` of `as_vision_transformer(model)` for images of any size: its positions, learned or
+    factorized, are resampled as those of the `NaFlexVit`; returns it."""
+    embeds = model.embeds
+    vit.native, square = True, embeds.pos_embed_ar_preserving
+    vit.resampling = Resampling(embeds.pos_embed_interp_mode, embeds.pos_embed_antialias, square)
+    if embeds.pos_embed_type == "factorized":
+        tables = embeds.pos_embed_y, embeds.pos_embed_x
+        positions = FactorizedPositions2d(vit.grid, vit.dim)
+        positions.row_table, positions.column_table = (_like(one, one[0].clone()) for one in tables)
+        vit.positions, vit.factorized_positions = "factorized2d", positions
+        vit.resampling = Resampling("bilinear", antialias=False, square=square)
+    return vit
 
 
 def as_vision_transformer(model: Any) -> nn.Module:
     """A `VisionTransformer` that shares the parameters of a `NaFlexVit`.
 
-    Its images have the size of the grid of the learned positions, on which both compute the same.
+    Its images have the size of the grid of the learned positions, on which both compute the same,
+    but for factorized positions, which it has none of.
 
     Raises:
         TypeError: the embedding is not `NaFlexEmbeds` itself.
@@ -21,19 +39,26 @@ def as_vision_transformer(model: Any) -> nn.Module:
 
     embeds = model.embeds
     check_class(embeds, NaFlexEmbeds)
-    resampling = (
-        embeds.pos_embed_interp_mode,
-        embeds.pos_embed_antialias,
-        embeds.pos_embed_align_corners,
-        embeds.pos_embed_ar_preserving,
-        embeds.pos_embed_use_grid_sample,
-    )
+    learned, factorized = embeds.pos_embed is not None, embeds.pos_embed_type == "factorized"
+    rows, columns = embeds.pos_embed_grid_size or (1, 1)
+    mode = embeds.pos_embed_interp_mode
     refuse(
         model,
         {
-            f"positions {embeds.pos_embed_type!r}, expected 'learned'": embeds.pos_embed is None,
-            "positions that are not resampled bicubic and antialiased to the grid of the image": (
-                resampling != ("bicubic", True, False, False, False)
+            f"positions {embeds.pos_embed_type!r}, expected 'learned' or 'factorized'": (
+                not learned and not factorized
+            ),
+            f"positions resampled by {mode!r}, expected 'bicubic' or 'bilinear'": (
+                learned and mode not in ("bicubic", "bilinear")
+            ),
+            "positions with aligned corners (pos_embed_align_corners)": (
+                learned and embeds.pos_embed_align_corners
+            ),
+            "positions by grid_sample (pos_embed_use_grid_sample)": (
+                embeds.pos_embed_use_grid_sample
+            ),
+            "factorized positions that keep the aspect of a grid that is not square": (
+                factorized and embeds.pos_embed_ar_preserving and rows != columns
             ),
             "rotary positions": model.rope is not None,
             "norms in the embedding": embeds.norm_input is not None
@@ -42,7 +67,6 @@ def as_vision_transformer(model: Any) -> nn.Module:
             "hooks": has_hooks(model) or has_hooks(embeds),
         },
     )
-    rows, columns = embeds.pos_embed.shape[1:3]
     height, width = embeds.patch_size
     like: Any = VisionTransformer(
         img_size=(rows * height, columns * width),
@@ -65,7 +89,7 @@ def as_vision_transformer(model: Any) -> nn.Module:
         setattr(like, name, getattr(model, name))
     like.patch_drop = model.patch_drop or nn.Identity()
     like.cls_token, like.reg_token = embeds.cls_token, embeds.reg_token
-    like.pos_embed = _like(embeds.pos_embed, embeds.pos_embed.flatten(1, 2))
+    like.pos_embed = _like(embeds.pos_embed, embeds.pos_embed.flatten(1, 2)) if learned else None
     like.patch_embed.proj.weight = _like(embeds.proj.weight, _as_convolution(embeds))
     like.patch_embed.proj.bias = embeds.proj.bias
     return like.train(model.training)

@@ -101,7 +101,7 @@ def from_timm(model: Any) -> nn.Module:
     `dynamic_img_size` gives one of its present size; `ViT.resize` changes it.
 
     `NaFlexVit`: a `ViT` with `native=True` that takes a list of images of their own sizes, with
-    learned positions resampled to each image's grid.
+    learned or factorized positions resampled to each image's grid as theirs.
 
     Raises:
         TypeError: not timm's `VisionTransformer`, `NaFlexVit` or such a gate itself.
@@ -122,11 +122,10 @@ def from_timm(model: Any) -> nn.Module:
     from timm.models.vision_transformer import Block, VisionTransformer
 
     if type(model) is NaFlexVit:
-        from attnkit.interop.naflex import as_vision_transformer
+        from attnkit.interop.naflex import as_vision_transformer, with_positions_of
 
-        vit: Any = from_timm(as_vision_transformer(model))
-        vit.native = True
-        return vit
+        like: Any = as_vision_transformer(model)
+        return with_positions_of(model, from_timm(like))
     check_class(model, VisionTransformer, *(gates := gates_of_timm()))
     if type(model) in gates:
         return gates[type(model)](model)

@@ -292,7 +292,7 @@ def _explained(module: Any, batch: Any) -> Explained:
     """What the module says is explained, on its device."""
     batch = module.transfer_batch_to_device(batch, module.device, 0)
     if callable(getattr(module, "explained", None)):
-        return module.explained(batch)
+        return module.explained(batch).of_one_size()
     images, *rest = batch if isinstance(batch, list | tuple) else [batch]
     if not isinstance(images, Tensor) or images.ndim != 4:
         raise UserError(

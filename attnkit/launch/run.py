@@ -195,7 +195,8 @@ class Run:
         if self.config.get("init"):
             facts |= trained_on(self.config["init"])
         data, module = (self.config.get(key) or {} for key in ("data", "module"))
-        fill(data, {key: facts[key] for key in OF_DATA if key in facts})
+        of_data = (*OF_DATA, "patch_size") if data.get("native") else OF_DATA
+        fill(data, {key: facts[key] for key in of_data if key in facts})
         means: dict[str, Any] = {key: facts[key] for key in ("mean", "std") if key in facts}
         if data.get("in_channels") == 1:  # of grey images the colours are equal
             means = {key: [sum(values) / len(values)] for key, values in means.items()}
@@ -303,7 +304,8 @@ class Run:
     def explain(
         self, num_images: int = 8, *, graph: int | None = None, **options: Any
     ) -> Explanation:
-        """`attnkit.explain` of the first test data, or of a node or a pair of nodes by `index`.
+        """`attnkit.explain` of the first test data, or of a node or a pair of nodes by `index`;
+        images of several sizes are brought to one.
 
         Args:
             num_images: how many images at most, from each class in turn.
@@ -319,7 +321,7 @@ class Run:
         from attnkit.launch.modes.explain import chosen, explained_of
 
         batch, _, _ = chosen(self, num_images, None if graph is None else [graph])
-        given = explained_of(self.module, batch, self.module.device)
+        given = explained_of(self.module, batch, self.module.device).of_one_size()
         if graph is not None and given.graphs is None:
             raise TypeError(f"graph: expected none for {given.kind}, got {graph}")
         options = {"target": given.sentences, "of": given.of, **options}

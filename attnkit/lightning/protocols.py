@@ -1,10 +1,12 @@
 """What data modules and modules of tasks may tell of themselves: their data, what to explain."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @runtime_checkable
@@ -49,15 +51,17 @@ class Explained:
                 return Explained(self, images, pictures=images, truth=labels)
 
     model: returns logits [batch, classes] of `inputs`; or a captioner; or a model of a graph.
-    inputs: images as the model takes them; (x, edge_index) of a graph whose nodes are explained; of
-        a graph whose pairs are, a dictionary of arguments, beside `pairs`; or of a model with one
-        answer for a graph a list of these.
+    inputs: images as the model takes them, or a list [channels, height, width] of several sizes,
+        where `pictures` and `masks` are lists too; (x, edge_index) of a graph whose nodes are
+        explained; of a graph whose pairs are, a dictionary of arguments, beside `pairs`; or of a
+        model with one answer for a graph a list of these.
     of: what of an answer is explained, as of `attnkit.explain`.
-    pictures: the images as people see them; None: a graph.
+    pictures: the images [batch, channels, height, width] as people see them; None: a graph.
     class_names: of the classes, or of a graph's; empty: their numbers.
     truth: the right class of each image, node or graph; below 0 or None: unknown.
     names: of the images, such as their files, or of the graphs; empty: their numbers.
-    masks: where the evidence of the right answer is, for `attnkit.trust`; None: unknown.
+    masks: bool [batch, height, width], where the evidence of the right answer is, for
+        `attnkit.trust`; None: unknown.
     true_edges: from a node, or the place of one of several graphs, to the edges that its right
         answer depends on, bool [edges].
     sentences: the captions that a captioner gives; `words`: the texts of their words.
@@ -69,11 +73,11 @@ class Explained:
 
     model: nn.Module
     inputs: Any
-    pictures: Annotated[Tensor, "batch channels height width"] | None = None
+    pictures: Any = None
     class_names: Sequence[str] = ()
     truth: Annotated[Tensor, "batch", int] | None = None
     names: Sequence[str] = ()
-    masks: Annotated[Tensor, "batch height width", bool] | None = None
+    masks: Any = None
     true_edges: Callable[[int], Tensor | None] | None = None
     sentences: Annotated[Tensor, "batch words", int] | None = None
     words: Sequence[Sequence[str]] = ()
@@ -94,6 +98,40 @@ class Explained:
             return "pairs"
         return "nodes" if self.pictures is None else "images"
 
+    @property
+    def has_sizes(self) -> bool:
+        """Whether they are images of several sizes, each of which has a grid of its own."""
+        return self.kind == "images" and isinstance(self.inputs, list)
+
+    def alone(self, number: int) -> "Explained":
+        """One image, or sentence, as a batch of its own."""
+        part = slice(number, number + 1)
+        found = {name: getattr(self, name) for name in _OF_EACH}
+        cut: dict[str, Any] = {
+            name: None if each is None else each[part] for name, each in found.items()
+        }
+        if self.has_sizes:
+            lists = ("inputs", "pictures", "masks")
+            cut |= {name: each and each[0][None] for name in lists if (each := cut[name])}
+        return replace(self, **cut)
+
+    def of_one_size(self) -> "Explained":
+        """Images of several sizes as one tensor, of the size of the median one, with a note that
+        they are; others as they are."""
+        if not self.has_sizes:
+            return self
+        sizes = sorted((image.shape[-2:] for image in self.inputs), key=lambda size: size.numel())
+        size = sizes[len(sizes) // 2]
+        note = f"images of different sizes are resized to {size[0]} × {size[1]} pixels"
+        made = [
+            torch.cat([functional.interpolate(one[None], size, mode="bilinear", antialias=True)
+                       for one in images])
+            for images in (self.inputs, self.pictures)
+        ]  # fmt: skip
+        return replace(
+            self, inputs=made[0], pictures=made[1], masks=None, notes=[*self.notes, note]
+        )
+
     def name(self, number: int) -> str:
         """The name of an image, or its number."""
         return self.names[number] if self.names else f"image {number}"
@@ -103,6 +141,9 @@ class Explained:
         if number < 0:
             return "not known"
         return self.class_names[number] if number < len(self.class_names) else str(number)
+
+
+_OF_EACH = ("inputs", "pictures", "truth", "names", "masks", "sentences", "words", "named")
 
 
 def by_turns(labels: Sequence[int], count: int) -> list[int]:

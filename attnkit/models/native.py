@@ -62,15 +62,15 @@ def positions_on(vit: ViT, grid: Grid) -> Tensor | None:
     would make of the positions, with gradients. None: nothing is added."""
     table, own = vit.position_table, vit.grid
     if isinstance(table, torch.nn.Parameter):
-        return resize_positions(table[0], own, grid)
+        return resize_positions(table[0], own, grid, vit.resampling)
     if table is not None:
         return _sincos(grid, vit.dim).to(table)
     if (factorized := vit.factorized_positions) is None:
         return None
-    tables = factorized.row_table, factorized.column_table
+    tables, how = (factorized.row_table, factorized.column_table), vit.resampling
     rows, columns = (
-        resize_positions(table, (len(table), 1), (size, 1))
-        for table, size in zip(tables, grid, strict=True)
+        resize_positions(table, (len(table), 1), (size, 1), how, (whole, 1))
+        for table, size, whole in zip(tables, grid, how.whole(grid), strict=True)
     )
     return (rows[:, None] + columns).flatten(0, 1)
 

@@ -27,6 +27,7 @@ OF_MODEL = ("name", "patch_size", "config")
 _TARGETS = (
     "attnkit.TimmEncoder",
     "attnkit.interop.PretrainedViT",
+    "attnkit.interop.timm_network",
     "attnkit.models.timm_backbone",
     "timm.create_model",
 )
@@ -40,9 +41,9 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
     which the log says (logger `attnkit.models.preprocessing`).
 
     Args:
-        node: of `timm_backbone`, `TimmEncoder` or `timm.create_model`, with `pretrained: true` or
-            `weights`, of `PretrainedViT`, with `pretrained: NAME`, or of `VisionTower` with
-            `weights`. Of others nothing is known.
+        node: of `timm_backbone`, `timm_network`, `TimmEncoder` or `timm.create_model`, with
+            `pretrained: true` or `weights`, of `PretrainedViT`, with `pretrained: NAME`, or of
+            `VisionTower` with `weights`. Of others nothing is known.
 
     Returns:
         `name` and `patch_size` of the network, of a tower of transformers its `config`;

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least, choice, divides, pair, share
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.normalizers import Normalizer
-from attnkit.core.positions.absolute import FactorizedPositions2d, resize_positions, sincos_2d
+from attnkit.core.positions.absolute import (
+    BICUBIC,
+    FactorizedPositions2d,
+    resize_positions,
+    sincos_2d,
+)
 from attnkit.core.positions.rotary import Rotary2d, Rotation
 from attnkit.core.projections import reset_linear
 from attnkit.core.scores.kinds import Score
@@ -148,6 +153,7 @@ class ViT(nn.Module):
         self.head_dim = dim // num_heads
         self.pooling = pooling
         self.positions = positions
+        self.resampling = BICUBIC  # of learned positions
         self.position_std = 0.02 if position_std is None else position_std
         self.num_prefix_tokens = int(class_token) + num_registers
 
@@ -324,12 +330,12 @@ class ViT(nn.Module):
         self.patch_embed.resize(patch)
         table = self.position_table
         if isinstance(table, nn.Parameter):
-            resized = resize_positions(table.detach(), old_grid, grid)
+            resized = resize_positions(table.detach(), old_grid, grid, self.resampling)
             self.position_table = nn.Parameter(resized, requires_grad=table.requires_grad)
         elif table is not None:
             self.position_table = sincos_2d(grid, self.dim)[None].to(table)
         elif self.factorized_positions is not None:
-            self.factorized_positions.resize(grid)
+            self.factorized_positions.resize(grid, self.resampling)
         elif self.rotary is not None:
             self.rotary = self._rotary(grid).to(self.rotary.cos)
         return self

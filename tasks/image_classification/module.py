@@ -65,17 +65,22 @@ class OfImages(NormalizesImages, TaskModule):
         return self(images).float() if len(images) else self.mean.new_zeros((0, num_outputs))
 
     def explained(self, batch: Any) -> Explained:
-        """What `attnkit.explain` is given of a batch: this module and images as floats."""
+        """What `attnkit.explain` is given of a batch: this module and images as floats, a list of
+        them where they have several sizes."""
         images, *rest = batch
-        notes: list[str] = []
-        if not isinstance(images, Tensor):
-            from attnkit.tasks.images.native import side_by_side
-
-            images, notes = side_by_side(images, sides(self.image_size or images[0].shape[-2:]))
-        inputs = self.as_floats(images)
-        pictures = self.as_pictures(inputs)
+        if isinstance(images, list) and len({image.shape for image in images}) == 1:
+            images = torch.stack(images)
+        inputs: Any
+        pictures: Any
+        if isinstance(images, list):
+            inputs = [self.as_floats(image) for image in images]
+            pictures = [self.as_pictures(image) for image in inputs]
+        else:
+            inputs = self.as_floats(images)
+            pictures = self.as_pictures(inputs)
         made = Explained(self, inputs, pictures=pictures, class_names=self.class_names)
-        made.notes += notes
+        if made.has_sizes:
+            made.notes.append("images of different sizes: each has its own grid and its own scale")
         if rest and isinstance(rest[0], Tensor):
             made.truth = rest[0]
         elif rest:

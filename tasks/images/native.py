@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2 import functional as F
 
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.images.data import module_of
@@ -275,16 +274,6 @@ def crop_patches(image: Tensor, min_area: float, patch_size: int) -> Tensor:
     top = int(torch.randint(image.shape[-2] - height + 1, ()))
     left = int(torch.randint(image.shape[-1] - width + 1, ()))
     return image[..., top : top + height, left : left + width]
-
-
-def side_by_side(images: Sequence[Tensor], size: Sequence[int]) -> tuple[Tensor, list[str]]:
-    """Images of their own sizes as one tensor, as a page shows them, and what a reader should know
-    of it: one image, or several of one size, stay as they are; others are brought to `size`."""
-    if len({image.shape for image in images}) == 1:
-        return torch.stack(list(images)), []
-    note = f"images of different sizes are shown, and explained, at {size[0]} × {size[1]} pixels"
-    resized = [F.resize(image, list(size), antialias=True) for image in images]
-    return torch.stack(resized), [note]
 
 
 def check_native(data: Any) -> None:

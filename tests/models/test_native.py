@@ -186,9 +186,67 @@ def test_naflexvit_by_copied_weights(pooling, class_token, registers, kind):
     torch.testing.assert_close(ours(same), theirs(same), rtol=1e-5, atol=1e-5)
 
 
-def test_naflexvit_with_other_positions_is_refused():
-    theirs = NaFlexVit(patch_size=4, embed_dim=24, depth=1, num_heads=3, pos_embed="factorized")
-    with pytest.raises(ValueError, match="positions 'factorized', expected 'learned'"):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pos_embed_interp_mode": "bilinear"},  # SigLIP 2
+        {"pos_embed_interp_mode": "bilinear", "pos_embed_antialias": False},
+        {"pos_embed_ar_preserving": True, "pos_embed_grid_size": (5, 7)},
+        {"pos_embed": "factorized", "pos_embed_grid_size": (5, 7)},
+        {"pos_embed": "factorized", "pos_embed_ar_preserving": True},
+    ],
+)
+def test_positions_of_naflexvit_are_resampled_as_theirs(options):
+    options = {"pos_embed_grid_size": (6, 6), **options}
+    theirs = NaFlexVit(
+        patch_size=4, embed_dim=24, depth=2, num_heads=3, global_pool="avg", num_classes=5,
+        **options,
+    ).eval()  # fmt: skip
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours = from_timm(theirs)
+    batch = [one.float() for one in images([*SIZES, (24, 24), (20, 28), (36, 24)])]
+    torch.testing.assert_close(ours(batch), theirs(of_naflex(batch, 4)), rtol=1e-5, atol=1e-5)
+    for one in batch:
+        resized = copy.deepcopy(ours).resize(tuple(one.shape[1:]))
+        torch.testing.assert_close(resized(one[None]), ours([one]), rtol=1e-5, atol=1e-5)
+    batch[0].requires_grad_()
+    ours(batch).square().sum().backward()
+    theirs(of_naflex([one.detach() for one in batch], 4)).square().sum().backward()
+    for mine, other in (
+        [(ours.position_table.grad[0], theirs.embeds.pos_embed.grad.flatten(0, 2))]
+        if ours.factorized_positions is None
+        else [
+            (ours.factorized_positions.row_table.grad, theirs.embeds.pos_embed_y.grad[0]),
+            (ours.factorized_positions.column_table.grad, theirs.embeds.pos_embed_x.grad[0]),
+        ]
+    ):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pos_embed": "none"}, "positions 'none', expected 'learned' or 'factorized'"),
+        ({"pos_embed": "none", "rope_type": "axial"}, "rotary positions"),
+        ({"pos_embed_use_grid_sample": True}, "positions by grid_sample"),
+        ({"pos_embed_interp_mode": "nearest"}, "positions resampled by 'nearest'"),
+        (
+            {"pos_embed_align_corners": True, "pos_embed_antialias": False},
+            "positions with aligned corners",
+        ),
+        (
+            {
+                "pos_embed": "factorized", "pos_embed_ar_preserving": True,
+                "pos_embed_grid_size": (5, 7),
+            },
+            "keep the aspect of a grid that is not square",
+        ),
+    ],
+)  # fmt: skip
+def test_naflexvit_with_other_positions_is_refused(options, message):
+    theirs = NaFlexVit(patch_size=4, embed_dim=24, depth=1, num_heads=3, **options)
+    with pytest.raises(ValueError, match=message):
         from_timm(theirs)
 
 

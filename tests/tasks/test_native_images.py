@@ -158,8 +158,77 @@ def test_a_batch_is_classified_as_its_images_alone(folder):
     )
     assert module.explained((images[:1], labels[:1])).inputs.shape[1:] == images[0].shape
     several = module.explained((images, labels))
-    assert len(several.inputs) == len(images)
+    assert [one.shape for one in several.inputs] == [one.shape for one in images]
     assert "images of different sizes" in several.notes[0]
+    assert several.alone(1).pictures.shape[1:] == images[1].shape
+    as_one = several.of_one_size()
+    assert as_one.inputs.shape == as_one.pictures.shape
+    assert as_one.inputs.shape[0] == len(images)
+    assert "are resized to" in as_one.notes[-1]
+
+
+def test_a_page_has_the_maps_of_each_image_on_its_own_grid(folder, tmp_path_factory):
+    from attnkit.interpret.report import Report
+
+    out = tmp_path_factory.mktemp("page")
+    data = ready(folder)
+    module = module_for(data).eval()
+    images, labels = next(iter(data.val_dataloader()))
+    explained = module.explained((images[:3], labels[:3]))
+    explained.names = ["one", "two", "three"]
+    report = Report(methods=["relevance", "occlusion"])
+    steps = []
+    found = report(explained, out / "all", step=steps.append)
+    assert len(steps) == report.num_steps(explained) == 7
+    alone = []
+    for place, image in enumerate(images[:3]):
+        one = report(explained.alone(place), out / str(place))
+        alone.append(one)
+        rows, columns = (side // 5 for side in image.shape[1:])
+        for method in ("relevance", "occlusion"):
+            values = found.arrays[f"map_{method}_{place}"]
+            assert values.shape == (rows, columns)
+            np.testing.assert_allclose(values, one.arrays[f"map_{method}"][0], rtol=1e-4, atol=1e-5)
+        section = found.sections[place]
+        assert section["shape"] == f"{image.shape[2]} / {image.shape[1]}"
+        assert (section["data"]["rows"], section["data"]["columns"]) == (rows, columns)
+        assert section["caption"] == one.sections[0]["caption"]
+    for number, row in enumerate(found.rows):
+        each = [one.rows[number] for one in alone]
+        assert row["map"] == each[0]["map"]
+        assert row["images"] == 3
+        for name in ("gap_mask", "gap_mean", "similarity_random_weights"):
+            if row.get(name) is not None:
+                mean = np.mean([one[name] for one in each])
+                np.testing.assert_allclose(row[name], mean, rtol=1e-4, atol=1e-5)
+        errors = [one["gap_mask_random"] for one in each]
+        np.testing.assert_allclose(row["gap_mask_random"], np.square(errors).sum() ** 0.5 / 3)
+    better = found.rows[0]["gap_mask"] > found.rows[0]["gap_mask_random"]
+    said = found.rows[0]["verdict_mask"].split("; ")[0]
+    assert said == ("better than random" if better else "no better than random")
+    gaps = found.arrays["gap_mask_relevance"]
+    np.testing.assert_allclose(gaps.mean(), found.rows[0]["gap_mask"], rtol=1e-5)
+
+
+def test_a_batch_judged_one_by_one_is_judged_as_a_batch():
+    import attnkit
+    from attnkit.interpret.trust.judge import pooled
+
+    torch.manual_seed(0)
+    model = ViT(image_size=20, patch_size=5, num_classes=3, dim=24, depth=2, num_heads=3).eval()
+    images = torch.randn(4, 3, 20, 20)
+    images -= images.mean((2, 3), keepdim=True)  # patches that are removed get the mean colour
+    seen = [attnkit.explain(model, one[None], method="input_gradient") for one in images]
+    trusts = [one.trust(orders=2) for one in seen]
+    together = pooled(trusts)
+    whole = attnkit.explain(model, images, method="input_gradient").trust(orders=2)
+    for name in ("gap in p, mean colour", "class sensitivity"):
+        assert together[name].map == pytest.approx(whole[name].map, abs=2e-3)
+        gradient = whole[name].input_gradient  # ties of the centred map are random
+        assert together[name].input_gradient == pytest.approx(gradient, abs=2e-3)
+    assert together.num_images == 4
+    assert set(together.verdicts) == set(whole.verdicts)
+    assert pooled(trusts[:1]) is trusts[0]
 
 
 def test_commands_train_test_and_predict(folder, tmp_path_factory, capfd):
@@ -183,6 +252,76 @@ def test_commands_train_test_and_predict(folder, tmp_path_factory, capfd):
     assert main([*common, f"distill.teacher={out}/whole", f"run_dir={out}/student"]) == 2
     said = capfd.readouterr().err
     assert "distill.teacher: expected images of one size, got data.native=true; data.nat" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("test_vit", ["+model.patch_size=5"]),
+        (
+            "naflexvit_base_patch16_siglip",
+            ["+model.patch_size=5", "+model.embed_dim=24", "+model.depth=2", "+model.num_heads=3"],
+        ),
+    ],
+)
+def test_a_network_of_timm_by_name_trains_and_explains(
+    name, options, folder, tmp_path_factory, capfd
+):
+    from attnkit.launch.main import main
+
+    out = tmp_path_factory.mktemp("runs")
+    common = [
+        "task=vit", "model=timm", f"model.name={name}", *options, "data=image_folder",
+        f"data.root={folder}", "data.native=true", "data.max_tokens=211", "data.patch_size=5",
+        "trainer.accelerator=cpu", "data.num_workers=0", "trainer.max_epochs=1",
+    ]  # fmt: skip
+    assert main([*common, f"run_dir={out}/whole"]) in (0, None)
+    results = json.loads((out / "whole" / "results.json").read_text())
+    assert results["test/accuracy"] >= 0
+    explain = ["run=explain", f"ckpt={out}/whole", "explain.num_images=2", f"run_dir={out}/seen"]
+    capfd.readouterr()
+    assert main(explain) in (0, None)
+    assert "each has its own grid" in capfd.readouterr().out
+    maps = np.load(out / "seen" / "maps.npz")
+    assert {"map_relevance_0", "map_relevance_1"} <= set(maps)
+
+
+def test_a_network_of_timm_with_other_parts_is_refused_in_a_line(folder, tmp_path, capfd):
+    from attnkit.launch.main import main
+
+    common = [
+        "task=vit", "model=timm", "data=image_folder", f"data.root={folder}", "data.native=true",
+        "data.max_tokens=211", "data.patch_size=5", "trainer.accelerator=cpu",
+        f"run_dir={tmp_path}/never", "data.num_workers=0",
+    ]  # fmt: skip
+    for name, has in {
+        "vit_small_patch16_rope_224": "rotary positions",
+        "swin_tiny_patch4_window7_224": "attention in windows",
+        "test_resnet": "another architecture",
+    }.items():
+        assert main([*common, f"model.name={name}"]) == 2
+        said = capfd.readouterr().err.strip().split("\n")[-1]
+        assert f"native: {name} is timm's" in said
+        assert has in said
+
+
+def test_pretrained_weights_of_timm_are_those_of_the_images_alone(stand_in, tmp_path):
+    from attnkit.interop import timm_network
+
+    file = tmp_path / "net.pth"
+    torch.save(stand_in.state_dict(), file)
+    ours = timm_network("test_vit", 3, stand_in.num_classes, weights=file, native=True).eval()
+    size = stand_in.patch_embed.img_size
+    images = torch.randn(2, 3, *size)
+    torch.testing.assert_close(ours(images), stand_in.eval()(images), rtol=1e-5, atol=1e-5)
+    small = torch.randn(3, 48, 80)
+    together = ours([images[0], small])
+    import timm
+
+    theirs = timm.create_model("test_vit", num_classes=stand_in.num_classes, dynamic_img_size=True)
+    theirs.load_state_dict(stand_in.state_dict())
+    alone = theirs.eval()(small[None])
+    torch.testing.assert_close(together[1:], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_of_one_size_is_refused(folder):

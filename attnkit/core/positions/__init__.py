@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         FactorizedPositions2d,
         LearnedPositions1d,
         LearnedPositions2d,
+        Resampling,
         sincos_1d,
         sincos_2d,
     )
@@ -24,6 +25,7 @@ __all__ = [
     "LearnedPositions2d",
     "RelativeBias1d",
     "RelativeBias2d",
+    "Resampling",
     "Rotary1d",
     "Rotary2d",
     "Rotation",

@@ -4,7 +4,7 @@ resampled to another length or grid.
 A grid is (rows, columns) of patches, numbered row by row as a picture is read.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,29 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least
 from attnkit.core.operators.precision import wide
+
+
+class Resampling(NamedTuple):
+    """How learned positions are brought to another grid.
+
+    Attributes:
+        mode: "bicubic" or "bilinear".
+        antialias: whether a smaller grid takes the mean of what it leaves out.
+        square: whether they are brought to the square of the longer side, of which a grid is the
+            upper left part, so that rows and columns are scaled alike.
+    """
+
+    mode: str = "bicubic"
+    antialias: bool = True
+    square: bool = False
+
+    def whole(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """The grid that positions are resampled to, of which `grid` is the upper left part."""
+        return (max(grid), max(grid)) if self.square else grid
+
+
+BICUBIC = Resampling()
+"""As timm's Vision Transformers do."""
 
 
 def sincos_1d(
@@ -177,15 +200,16 @@ class _GridPositions(_Tables):
             )
         return tokens + F.pad(positions, (0, 0, self.num_prefix_tokens, 0))
 
-    def resize(self: "Positions", grid: tuple[int, int]) -> "Positions":
+    def resize(self: "Positions", grid: tuple[int, int], how: Resampling = BICUBIC) -> "Positions":
         """Resample every table to another grid, in place; returns self. See `resize_positions`.
 
         The parameters are new ones, so resize before you make an optimiser.
         """
         at_least(1, rows=grid[0], columns=grid[1])
-        before = self._tables(self.grid)
+        before, whole = self._tables(self.grid), self._tables(how.whole(grid))
         for name, size in self._tables(grid).items():
-            setattr(self, name, _resized(getattr(self, name), before[name], size))
+            table = _resized(getattr(self, name), before[name], size, how, whole[name])
+            setattr(self, name, table)
         self.grid = grid
         return self
 
@@ -250,13 +274,18 @@ class FactorizedPositions2d(_GridPositions):
 
 
 def resize_positions(
-    positions: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]
+    positions: Tensor,
+    old_grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    how: Resampling = BICUBIC,
+    whole: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Resample learned positions `[…, rows * columns, dim]` to another grid.
+    """Resample learned positions `[…, rows * columns, dim]` to another grid, the upper left part of
+    `whole`; None: of `how.whole(new_grid)`.
 
-    Bicubic with antialiasing, as timm's `resample_abs_pos_embed` does (equal in float32; we keep
-    float64 where timm goes through float32). Positions that are linear in y and x stay so away
-    from the edges when the grid grows.
+    By default bicubic with antialiasing, as timm's `resample_abs_pos_embed` does (equal in float32;
+    we keep float64 where timm goes through float32). Positions that are linear in y and x stay so
+    away from the edges when the grid grows.
 
     Raises:
         ValueError: positions do not fill old_grid.
@@ -266,22 +295,29 @@ def resize_positions(
         raise ValueError(
             f"positions: {num_positions} rows do not fill old_grid {old_grid[0]} x {old_grid[1]}"
         )
-    if old_grid == new_grid:
+    if old_grid == new_grid and whole in (None, old_grid):
         return positions
+    whole = whole or how.whole(new_grid)
     # antialiased interpolation exists in float32 and float64 only
     dtype = wide(positions.dtype)
     maps = positions.to(dtype).reshape(-1, *old_grid, dim).permute(0, 3, 1, 2)
-    maps = F.interpolate(maps, size=new_grid, mode="bicubic", antialias=True)
+    if old_grid != whole:
+        maps = F.interpolate(maps, size=whole, mode=how.mode, antialias=how.antialias)
+    maps = maps[:, :, : new_grid[0], : new_grid[1]]
     rows = maps.permute(0, 2, 3, 1).to(positions.dtype)
     return rows.reshape(*positions.shape[:-2], new_grid[0] * new_grid[1], dim)
 
 
 def _resized(
-    table: nn.Parameter, old_grid: tuple[int, int], new_grid: tuple[int, int]
+    table: nn.Parameter,
+    old_grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    how: Resampling = BICUBIC,
+    whole: tuple[int, int] | None = None,
 ) -> nn.Parameter:
-    if old_grid == new_grid:
+    if old_grid == new_grid and whole in (None, old_grid):
         return table
-    resized = resize_positions(table.detach(), old_grid, new_grid)
+    resized = resize_positions(table.detach(), old_grid, new_grid, how, whole)
     return nn.Parameter(resized, requires_grad=table.requires_grad)
 
 

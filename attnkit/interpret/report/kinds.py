@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from torchmetrics.functional.classification import binary_auroc
 
@@ -13,7 +14,7 @@ from attnkit.interpret.report.edges import edge_sections
 from attnkit.interpret.report.findings import Judged, Row, number
 from attnkit.interpret.report.maps import image_sections, over_chance, word_sections
 from attnkit.interpret.report.page import Section
-from attnkit.interpret.trust.judge import spearman
+from attnkit.interpret.trust.judge import pooled, spearman
 from attnkit.interpret.trust.result import SENSITIVE, SURVIVING
 from attnkit.lightning.protocols import Explained
 
@@ -74,11 +75,14 @@ class Kind(NamedTuple):
 def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
     """What `maps.npz` holds, by name.
 
-    - images: by method maps [images, rows, columns], tokens, gaps [images]; what the model says
+    - images: by method maps [images, rows, columns], tokens, gaps [images]; what the model says;
+      of images of several sizes the maps and tokens of each, by its place
     - sentences: by method maps [images, words, rows, columns]; the words
     - nodes, pairs: by node or pair and method numbers of the edges [edges]; the edges
     - graphs: by graph and method numbers of the edges [edges]; by graph the edges
     """
+    if explained.has_sizes:
+        return _of_sizes([arrays_of(one, part) for one, part in _apart(explained, found)])
     first, arrays = found[0].seen, {}
     for method, seen, trust, other, place in found:
         if explained.graphs is not None:
@@ -110,6 +114,34 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
             for name, one in arrays.items()}  # fmt: skip
 
 
+def _of_sizes(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The arrays of images one by one: what is a number of each together, maps by their place."""
+    arrays: dict[str, Any] = {}
+    for name in each[0]:
+        if each[0][name].ndim == 1:
+            arrays[name] = np.concatenate([one[name] for one in each])
+        else:
+            arrays |= {f"{name}_{place}": one[name][0] for place, one in enumerate(each)}
+    return arrays
+
+
+def _apart(
+    explained: Explained, found: Sequence[Judged]
+) -> Iterator[tuple[Explained, list[Judged]]]:
+    """Images of several sizes, each alone with what was found of it; others together."""
+    for place in range(len(explained.inputs)) if explained.has_sizes else ():
+        yield explained.alone(place), [one for one in found if one.place == place]
+    if not explained.has_sizes:
+        yield explained, list(found)
+
+
+def _image_sections(
+    explained: Explained, found: Sequence[Judged], batch_size: int
+) -> list[Section]:
+    parts = _apart(explained, found)
+    return [section for part in parts for section in image_sections(*part, batch_size)]
+
+
 def _gaps(trust: Any) -> dict[str, Tensor]:
     return trust.gaps if trust else {}
 
@@ -120,22 +152,33 @@ def _gaps(trust: Any) -> dict[str, Tensor]:
 def _image_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
     """A row for each method, over all images, then what each map is held against."""
     rows: list[Row] = []
-    for method, seen, trust, other, _ in found:
-        row = {"map": method, "images": len(seen.map), **_scores(trust, "map")}
+    of_methods: dict[str, list[Judged]] = {}
+    for one in found:  # of images of several sizes one each
+        of_methods.setdefault(one.method, []).append(one)
+    trusts = {
+        name: pooled([one.trust for one in judged]) if judged[0].trust else None
+        for name, judged in of_methods.items()
+    }
+    for method, judged in of_methods.items():
+        trust = trusts[method]
+        images = sum(len(one.seen.map) for one in judged)
+        row = {"map": method, "images": images, **_scores(trust, "map")}
         for kind, words in (trust.verdicts if trust else {}).items():
             row[f"verdict_{kind}"] = "; ".join(words)
-        if seen.share is not None:
-            row["prefix_share"] = float(seen.share.mean())
-        if other is not None:
-            row["spearman_against"] = float(spearman(seen.map, other.map).mean())
+        if judged[0].seen.share is not None:
+            row["prefix_share"] = float(torch.cat([one.seen.share for one in judged]).mean())
+        if judged[0].other is not None:
+            alike = [spearman(one.seen.map, one.other.map) for one in judged]
+            row["spearman_against"] = float(torch.cat(alike).mean())
         rows.append(row)
     for name in ("random", "centre", "input_gradient", "oracle"):
-        scores = _scores(found[0].trust, name)
+        first: Any = trusts[found[0].method]
+        scores = _scores(first, name)
         if name == "random":  # two random maps differ, but the one shown depends on nothing
             scores |= dict.fromkeys([*_SCORES][:3])
         is_known = any(scores.get(f"gap_{kind}") is not None for kind in _KINDS_OF_GAP)
         if is_known and all(name != one.method for one in found):
-            rows.append({"map": name, "images": found[0].trust.num_images, **scores})
+            rows.append({"map": name, "images": first.num_images, **scores})
     return rows
 
 
@@ -306,7 +349,7 @@ KINDS = {
         "every class. random weights: a rank correlation.",
         worth=_worth_of_image_row,
         called="{map}",
-        sections=image_sections,
+        sections=_image_sections,
     ),
     "sentences": Kind(
         unit="word",

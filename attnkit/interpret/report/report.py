@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -152,7 +151,7 @@ class Report:
             given = ", ".join(map(str, explained.graphs or ()))
             raise ValueError(f"graphs: expected some of {given}, got {min(unknown)}")
         if self.layer is not None:
-            draw_layer(_first_of(explained), self.layer)
+            draw_layer(explained.alone(0), self.layer)
 
     def class_of(self, explained: Explained) -> int | None:
         """The number of the class that is asked for.
@@ -201,10 +200,12 @@ class Report:
             longest = max(map(len, explained.words), default=0)
             judging = 2 + rows * columns + (len(counts) - 3) * (ORDERS + 2 * longest)
             return images * methods * (_EXPLAINING + (0 if self.trust == "none" else judging))
-        patches = patch_grid(explained.model, explained.inputs)
-        rows, columns = _PATCHES if patches is None else patches.grid
-        of_page = min(rows * columns, MOST_CELLS)  # each left out by itself
-        return images * (methods * (_EXPLAINING + _JUDGING[self.trust]) + of_page)
+        parts = [explained.alone(n) for n in range(images)] if explained.has_sizes else [explained]
+        each = [patch_grid(part.model, part.inputs) for part in parts]
+        grids = [_PATCHES if patches is None else patches.grid for patches in each]
+        of_page = [min(rows * columns, MOST_CELLS) for rows, columns in grids]  # left out by itself
+        of_page *= images // len(parts)
+        return images * methods * (_EXPLAINING + _JUDGING[self.trust]) + sum(of_page)
 
     def _first_batch(self, explained: Explained) -> tuple[int, Callable[[], object]]:
         """How many are asked of at once, and what asks the model."""
@@ -237,6 +238,9 @@ class Report:
             given = list(explained.graphs)
             places = ((given.index(number), number) for number in self.graphs or given)
             return [(place, f"graph {number}: ", inputs[place], {}) for place, number in places]
+        if explained.has_sizes:
+            named = ((place, f"{explained.name(place)}: ") for place in range(len(inputs)))
+            return [(place, name, inputs[place][None], {}) for place, name in named]
         return [(0, "", inputs, {})]
 
     def __call__(
@@ -274,8 +278,11 @@ class Report:
             for method in self.methods:
                 step(f"{called}{method}")
                 seen = explain(explained.model, inputs, asked, method, **index)
-                other = None if against is None else _of_other(against, seen)
-                found.append(Judged(method, seen, self._judged(explained, seen), other, place))
+                one, compared = explained, against
+                if explained.has_sizes:
+                    one, compared = explained.alone(place), against and against.alone(place)
+                other = None if compared is None else _of_other(compared, seen)
+                found.append(Judged(method, seen, self._judged(one, seen), other, place))
         step("the page")
         rows = kind.rows(explained, found)
         summary = kind.summary(rows)
@@ -289,7 +296,7 @@ class Report:
         )
         folder = Path(folder)
         if self.layer is not None:
-            drawn = draw_layer(explained, self.layer)
+            drawn = draw_layer(explained.of_one_size(), self.layer)
             of_layers = {f"layer_{name}": one.cpu().numpy() for name, one in drawn.maps.items()}
             findings.arrays |= of_layers
             save(folder / LAYERS, drawn.figure)
@@ -350,19 +357,8 @@ def usual_method(explained: Explained) -> str:
         return explain(explained.model, explained.inputs, index=index).method
     if explained.kind == "graphs":
         return explain(explained.model, explained.inputs[0]).method
-    first = _first_of(explained)
+    first = explained.alone(0)
     return explain(first.model, first.inputs, first.sentences).method
-
-
-def _first_of(explained: Explained) -> Explained:
-    """The first image, or sentence, alone."""
-    pictures, said = explained.pictures, explained.sentences
-    return replace(
-        explained,
-        inputs=explained.inputs[:1],
-        pictures=None if pictures is None else pictures[:1],
-        sentences=None if said is None else said[:1],
-    )
 
 
 def duration(seconds: float) -> str:

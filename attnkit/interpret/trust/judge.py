@@ -257,6 +257,40 @@ def _verdicts(gaps: Values, within: float) -> tuple[str, ...]:
     return tuple(words)
 
 
+def pooled(trusts: Sequence[Trust]) -> Trust:
+    """The scores and verdicts of images that were judged one by one, as if they were one batch.
+
+    Scores are means; of random maps, whose errors are independent, σ/√images as in `trust`.
+    Curves and falls, at shares that differ from grid to grid, are left out.
+    """
+    first, count = trusts[0], len(trusts)
+    if count == 1:
+        return first
+    result = Trust(sum(one.num_images for one in trusts), first.removed, quantity=first.quantity)
+    result.num_forwards = sum(one.num_forwards for one in trusts) / count
+    for name in [score.name for score in first.scores]:
+        each = [score for one in trusts for score in one.scores if score.name == name]
+        if len(each) < count:
+            continue
+        values = {
+            whose: torch.tensor([getattr(score, whose) for score in each], dtype=torch.float64)
+            for whose in ("map", "centre", "input_gradient", "oracle")
+            if all(getattr(score, whose) is not None for score in each)
+        }
+        errors = [score.within for score in each if score.within is not None]
+        within = sum(error**2 for error in errors) ** 0.5 / count if errors else None
+        random = sum(score.random or 0.0 for score in each) / count
+        score = _add(result, name, values, within, random)
+        kind = next((k for k in first.gaps if name == f"gap in {first.symbol}, {REMOVALS[k]}"), "")
+        if kind and within is not None:
+            result.gaps[kind], result.verdicts[kind] = values["map"], _verdicts(values, within)
+        if name == CLASS_SENSITIVITY:
+            result.verdicts["class"] = (verdict("class", score.map >= SENSITIVE),)
+        if name == RANDOM_WEIGHTS:
+            result.verdicts["weights"] = (verdict("weights", score.map >= SURVIVING),)
+    return result
+
+
 def spearman(maps: Maps, others: Maps) -> Annotated[Tensor, "batch"]:
     """Spearman's ρ of each image. Of equal maps 1, and of a constant one with another 0."""
     # exact, where the function adds something to a denominator

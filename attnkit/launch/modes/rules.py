@@ -69,7 +69,8 @@ def explain(request: Request) -> None:
     """A checkpoint, or a network of timm with images=PATH, which needs no run."""
     config, images = request.config, request.config.get("images")
     if config.get("ckpt") is None:
-        if (config.get("model") or {}).get("_target_") != "attnkit.models.timm_backbone":
+        names = ("attnkit.interop.timm_network", "attnkit.models.timm_backbone")
+        if (config.get("model") or {}).get("_target_") not in names:
             raise UserError(
                 "run=explain: needs ckpt=PATH, a checkpoint or a run folder\n"
                 "  for a network not trained with attnkit: model=timm model.name=NAME images=PATH"

@@ -79,6 +79,7 @@ FUNCTIONS = (
     "attnkit.lightning.warmup_polynomial",
     "attnkit.lightning.warmup_step",
     "attnkit.ViT.from_size",
+    "attnkit.interop.timm_network",
     "attnkit.models.timm_backbone",
     "attnkit.tasks.image_classification.attention_network",
     "timm.create_model",
