@@ -51,10 +51,11 @@ def timm_network(
     try:
         vit: Any = from_timm(network)
     except TypeError as error:
-        has = ", ".join(_parts(network)) or "another architecture"
+        has = "".join(f", with {part}" for part in [", ".join(_parts(network))] if part)
         raise ValueError(
-            f"native: {name} is timm's {type(network).__name__}, with {has}; expected a plain "
-            "Vision Transformer, such as vit_small_patch16_224 or naflexvit_base_patch16_gap"
+            f"native: {name} is timm's {type(network).__name__}{has}; expected a plain Vision "
+            "Transformer, such as vit_small_patch16_224 or naflexvit_base_patch16_gap, or "
+            "data.native=false, which resizes images"
         ) from error
     except ValueError as error:
         hint = ""

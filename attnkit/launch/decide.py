@@ -177,10 +177,7 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
                     f"{typed}: given without distill.teacher, and has no effect then\n"
                     "  add distill.teacher=RUN_DIR, a checkpoint or a name of timm"
                 )
-    # A name of timm has neither a slash nor the end of a checkpoint, and is checked by timm.
-    if teacher is not None and (
-        absolute(str(teacher)).exists() or Path(str(teacher)).parts[1:] or ".ckpt" in str(teacher)
-    ):
+    if teacher is not None and _is_path(str(teacher)):  # else a name of timm, which timm checks
         config["distill"]["teacher"] = literal(
             str(folders.checkpoint(str(teacher), "distill.teacher"))
         )
@@ -196,6 +193,12 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     alone = is_of_checkpoint and home is None
     trial = run_dir is not None
     return _job(request, folder, [top, *runs], allow, fresh=fresh, trial=trial, alone=alone)
+
+
+def _is_path(given: str) -> bool:
+    """Whether it is there, or is written as only a path is."""
+    written_so = "/" in given.removeprefix("./") or given.endswith(".ckpt")
+    return absolute(given).exists() or (written_so and not given.startswith("hf-hub:"))
 
 
 def _job(

@@ -13,7 +13,13 @@ from filelock import FileLock
 
 from attnkit.core.operators.files import cache_folder
 from attnkit.lightning.files import SHARED_FOLDER, replacing
-from attnkit.tasks.images.decode import Pictures, Pixels, decode_files
+from attnkit.tasks.images.decode import (
+    Pictures,
+    Pixels,
+    UndecodableImageError,
+    decode_files,
+    read_file,
+)
 from attnkit.tasks.images.sizes import Fit
 
 
@@ -31,8 +37,8 @@ def decoded(
     Pixels are kept in the folder that a sweep names in the environment and removes at its end, if
     there is one, and are mapped from there: processes of a machine hold them once. What is found
     without keeping pixels stays in the user's cache folder, as a scan of a large folder takes
-    minutes. Both hold until a file's name, size or time of change differs. A folder that cannot be
-    written, or has no room, only costs time.
+    minutes. Both hold until a file's name, size or time of change differs, or one can be read that
+    could not. A folder that cannot be written, or has no room, only costs time.
     """
     folder = os.environ.get(SHARED_FOLDER) if keep else cache_folder() / "scans"
     what: dict[str, Any] = {"keep": keep, "least_area": least_area if keep else None}
@@ -43,7 +49,8 @@ def decoded(
         with contextlib.suppress(Exception):  # absent or damaged
             found = torch.load(file, weights_only=True, mmap=True)
             whole = found.pop("pictures")
-            return Pixels(**found, pictures=Pictures(*whole) if whole else None)
+            if all(_fails(paths[number], fit) for number in found["failures"]):
+                return Pixels(**found, pictures=Pictures(*whole) if whole else None)
         pixels = decode_files(paths, fit, channels, title=title, **what)
         with contextlib.suppress(OSError, RuntimeError):
             whole = pixels.pictures
@@ -55,6 +62,15 @@ def decoded(
                 with replacing(file) as part:
                     torch.save(found, part)
     return pixels
+
+
+def _fails(path: str, fit: Fit) -> bool:
+    """Whether it still cannot be decoded: permissions and disks change without the file."""
+    try:
+        read_file(path, fit)
+    except UndecodableImageError:
+        return True
+    return False
 
 
 def key_of_files(paths: Sequence[str], *facts: Any) -> str:

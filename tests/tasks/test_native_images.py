@@ -297,7 +297,7 @@ def test_a_network_of_timm_with_other_parts_is_refused_in_a_line(folder, tmp_pat
     for name, has in {
         "vit_small_patch16_rope_224": "rotary positions",
         "swin_tiny_patch4_window7_224": "attention in windows",
-        "test_resnet": "another architecture",
+        "test_resnet": "test_resnet is timm's ResNet; expected a plain",
     }.items():
         assert main([*common, f"model.name={name}"]) == 2
         said = capfd.readouterr().err.strip().split("\n")[-1]

@@ -95,3 +95,21 @@ def test_a_folder_that_cannot_be_written_costs_time_only(photos, decoded, tmp_pa
     damaged.write_bytes(b"no zip file")
     images_of(photos)
     assert len(decoded) == 3 * 11
+
+
+def test_a_file_that_could_not_be_read_for_a_while_is_read_later(photos, tmp_path, monkeypatch):
+    monkeypatch.setenv(SHARED_FOLDER, str(tmp_path / "shared"))
+    read = decode.read_file
+
+    def away(path, *others):
+        if str(path).endswith("2.png"):
+            raise decode.UndecodableImageError("not readable")
+        return read(path, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "read_file", away)
+        few = images_of(photos)
+    counts = [
+        sum(len(labels) for _, labels in found.values()) for found in (few, images_of(photos))
+    ]
+    assert counts == [8, 10]
