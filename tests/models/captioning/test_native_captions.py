@@ -95,7 +95,7 @@ def test_a_list_of_one_size_needs_no_mask_and_trains():
 def test_what_takes_no_sizes_says_so():
     model, images = captioner("transformer")
     encoder = CNNEncoder(20, 3, dim=DIM, stages=[[8], [8]])
-    with pytest.raises(TypeError, match="CNNEncoder takes one tensor .* got list; ViTEncoder"):
+    with pytest.raises(TypeError, match=r"CNNEncoder takes one tensor .* got list; ViTEncoder"):
         encoder([image.float() for image in images])
     with pytest.raises(ValueError, match=r"images\[1\]: images: expected a multiple of patch_size"):
         model([images[0], torch.zeros(3, 20, 4).double()], SENTENCES[:2])
