@@ -17,9 +17,9 @@ def token_loader(data: Any, items: Any, split: str, kind: str, **options: Any) -
 
     Args:
         data, items, split, kind, options: as in `loader_options`; `items` have `sizes` and
-            `batch_tokens`, as in `TokenSampler`.
+            `batch_tokens`, as in `TokenSampler`, which is `shuffled` where no other is given.
     """
-    options |= {"shuffled": TokenSampler, "batch_size": 1}
+    options = {"shuffled": TokenSampler, **options, "batch_size": 1}
     made = loader_options(data, items, split, kind, **options)
     if split != "train":
         made["sampler"] = TokenLists(made["sampler"])
@@ -56,6 +56,13 @@ class TokenSampler(ResumableSampler):
         parts = cut(self.sizes[numbers], self.num_batches)
         batches = numbers.split(parts)
         return (batch.tolist() for batch in batches[self.rank :: self.num_replicas])
+
+
+class EpochTokenSampler(TokenSampler):
+    """A `TokenSampler` of lists of pairs (epoch, number), for what is drawn anew in every epoch."""
+
+    def order(self) -> Iterator[Any]:
+        return ([(self.epoch, number) for number in batch] for batch in super().order())
 
 
 class TokenLists(DistributedSampler, SequentialSampler):

@@ -57,8 +57,8 @@ class Sentences(Question):
 
     @property
     def places(self) -> tuple[int, int]:
-        """Rows and columns of the captioner's memory."""
-        return self.captioner.grid
+        """Rows and columns of the captioner's memory of these images."""
+        return grid_of(self.captioner, self.images)
 
     def prepare(self) -> None:
         """Let the captioner say its sentences, where none were given, and ask for their words."""
@@ -112,6 +112,12 @@ class Sentences(Question):
             raise ValueError("target: sentences begin with their first word, without START")
         with torch.inference_mode(False):  # what is made there cannot be in a graph
             return said.to(self.images.device).long().clone()
+
+
+def grid_of(captioner: Any, images: Tensor) -> tuple[int, int]:
+    """Rows and columns of a captioner's memory of images."""
+    of_images = getattr(captioner, "grid_of", None)
+    return captioner.grid if of_images is None else of_images(images)
 
 
 class WordLogits(nn.Module):

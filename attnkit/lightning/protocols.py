@@ -101,7 +101,7 @@ class Explained:
     @property
     def has_sizes(self) -> bool:
         """Whether they are images of several sizes, each of which has a grid of its own."""
-        return self.kind == "images" and isinstance(self.inputs, list)
+        return self.kind in ("images", "sentences") and isinstance(self.inputs, list)
 
     def alone(self, number: int) -> "Explained":
         """One image, or sentence, as a batch of its own."""

@@ -92,7 +92,8 @@ class CaptionDataModule(SplitImages):
         if not self.is_read(stage):
             follow_module(self)
             self.sets = self.with_missing_splits(self.load())
-            self.image_size = checked_size(next(iter(self.sets.values())).images.size)
+            if self.image_size is None or not getattr(self, "native", False):
+                self.image_size = checked_size(next(iter(self.sets.values())).images.size)
         check_fits_module(self)
         vocabulary = getattr(module, "vocabulary", None)
         if vocabulary is not None:

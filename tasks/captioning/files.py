@@ -15,7 +15,8 @@ from attnkit.tasks.captioning.data import CaptionDataModule
 from attnkit.tasks.captioning.sets import CaptionSet
 from attnkit.tasks.images.data import with_train
 from attnkit.tasks.images.folder import MAX_NAMED, Files, say_once, shortened
-from attnkit.tasks.images.scan import read_splits
+from attnkit.tasks.images.native import KeepsSizes
+from attnkit.tasks.tokens import EpochTokenSampler
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Entries:
             self.splits.setdefault(split, []).append(replace(entry, captions=captions))
 
 
-class CaptionFilesData(CaptionDataModule):
+class CaptionFilesData(KeepsSizes, CaptionDataModule):
     """Image files with captions from a list, which a subclass reads in `entries()`.
 
     Images may have any size and mode: the centre square is used, resized to `image_size` (default:
@@ -84,6 +85,9 @@ class CaptionFilesData(CaptionDataModule):
             train.
         memory_gb: gigabytes (10⁹ bytes) of pixels that this process may hold; None: half of what is
             available, shared between the processes of this machine.
+        native: images keep their size and proportion, and `image` of a batch is a list of them, for
+            a `ViTEncoder`, whose `image_size` is then only that whose positions are learned.
+        max_tokens, max_image_tokens, patch_size: with `native`, as of `ImageFolderData`.
         **options: the arguments of `CaptionDataModule`.
 
     Raises:
@@ -92,10 +96,20 @@ class CaptionFilesData(CaptionDataModule):
     """
 
     def __init__(
-        self, *, skip_corrupt: bool = False, memory_gb: float | None = None, **options: Any
+        self,
+        *,
+        skip_corrupt: bool = False,
+        memory_gb: float | None = None,
+        native: bool = False,
+        max_tokens: int | None = None,
+        max_image_tokens: int | None = None,
+        patch_size: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         at_least(0, memory_gb=memory_gb)
+        tokens = max_tokens, max_image_tokens, patch_size
+        self.set_native(native, *tokens, shuffled=EpochTokenSampler)
         self.skip_corrupt = skip_corrupt
         self.memory_gb = memory_gb
 
@@ -114,7 +128,7 @@ class CaptionFilesData(CaptionDataModule):
             for split, entries in splits.items()
         }
         sets = {}
-        for split, (images, good) in read_splits(self, files, 3).items():
+        for split, (images, good) in self.read(files, 3).items():
             others = {"id": [entry.id for entry in splits[split]], "path": files[split].paths}
             captions = [entry.captions for entry in splits[split]]
             sets[split] = CaptionSet(images, captions, others).select(good)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
+from attnkit.core.arguments import at_least
 from attnkit.lightning import TaskModule
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import mean_of_losses
@@ -50,6 +51,8 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         image_size: side of the images in pixels.
         interpolation, crop_pct, value_range: how pictures were brought to it, see `Fit`.
         in_channels: 1 (grey) or 3 (RGB).
+        max_image_tokens: images come as lists, each of its own size and of at most so many patches
+            (`native` of `CaptionFilesData`); None: all have one size.
         mean, std: of the training pixels on the scale from 0 to 1, per channel.
         method: how sentences are found in test and prediction, "greedy", "beam" or "sample";
             validation, which comes every epoch, is greedy.
@@ -76,6 +79,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         crop_pct: float | None = None,
         value_range: Sequence[float] | None = None,
         in_channels: int = 3,
+        max_image_tokens: int | None = None,
         method: str = "greedy",
         num_beams: int | None = None,
         length_penalty: float = 0.0,
@@ -90,6 +94,8 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         self._check_fits_model(max_words, image_size)
         self.vocabulary = vocabulary
         self.max_words = max_words
+        at_least(1, max_image_tokens=max_image_tokens)
+        self.max_image_tokens = max_image_tokens
         how = interpolation, crop_pct, value_range
         self.expect_images(image_size, in_channels, mean, std, *how)
         self.decoding: dict[str, Any] = {
@@ -139,7 +145,10 @@ class ImageCaptioning(NormalizesImages, TaskModule):
     def explained(self, batch: Mapping[str, Any]) -> Explained:
         """What `attnkit.explain` is given of a batch: the captioner, images and what it says."""
         images = batch["image"]
-        pixels = self.as_floats(images)
+        if isinstance(images, list) and len({image.shape for image in images}) == 1:
+            images = torch.stack(images)
+        several = isinstance(images, list)
+        pixels: Any = [*map(self.as_floats, images)] if several else self.as_floats(images)
         said = self._say(pixels, **self._decoding(0)).words
         words = [[number for number in row if number != PAD] for row in said.tolist()]
         scenes = zip(words, batch.get("scene", ()), batch.get("masks", ()), strict=False)
@@ -148,7 +157,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
              named_objects(self.tokenizer, ids, scene) for place in places}
             for ids, scene, masks in scenes
         ]  # fmt: skip
-        return Explained(
+        made = Explained(
             self.model,
             self.normalized(pixels),
             pictures=pixels,
@@ -157,6 +166,9 @@ class ImageCaptioning(NormalizesImages, TaskModule):
             names=[str(name) for name in batch.get("path", ())],
             named=named,
         )
+        if made.has_sizes:
+            made.notes.append("images of different sizes: each has its own grid")
+        return made
 
     def _text_of(self, number: int) -> str:
         return "<end>" if number == END else self.tokenizer.decode([number])
@@ -310,4 +322,4 @@ class _Encoder(nn.Module):
         self.module = module
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.module.model.encode(self.module.normalized(images))
+        return self.module.model.encoder(self.module.normalized(images))

@@ -3,15 +3,21 @@
 from collections.abc import Sequence
 from typing import Any
 
-from attnkit.tasks.images.data import fit_of
-from attnkit.tasks.images.predict import ImagePaths, PredictData
+from attnkit.tasks.images.predict import PredictData
+from attnkit.tasks.loaders import BatchItems
 
 
-class CaptionPaths(ImagePaths):
-    """As `ImagePaths`; a batch is a dict of `image` and `path`, and has no captions."""
+class CaptionPaths(BatchItems):
+    """Images and paths of another set as a dict of `image` and `path`, without captions."""
+
+    def __init__(self, pairs: BatchItems) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)  # type: ignore[arg-type]
 
     def __getitems__(self, numbers: Sequence[int]) -> Any:
-        images, paths = super().__getitems__(numbers)
+        images, paths = self.pairs.__getitems__(numbers)
         return {"image": images, "path": paths}
 
 
@@ -22,4 +28,4 @@ class CaptionPredictData(PredictData):
     """
 
     def images_at(self, paths: Sequence[str]) -> CaptionPaths:
-        return CaptionPaths(paths, fit_of(self), self.in_channels)
+        return CaptionPaths(super().images_at(paths))

@@ -18,7 +18,7 @@ class CaptionSet(Dataset):
     A DataLoader calls `__getitems__` with all the numbers of a batch, or with pairs (epoch, number)
     from an `EpochSampler`; it returns the batch, a dict:
 
-    - `image`: uint8 [batch, channels, size, size];
+    - `image`: uint8 [batch, channels, size, size], or a list of images of their own sizes;
     - `words`: int64 [batch, max_words]: start, the words of one caption, end, padding. With an
       epoch, the caption is drawn, by the seed, the epoch and the number of the image alone; without
       one it is the first;
@@ -57,6 +57,11 @@ class CaptionSet(Dataset):
     @property
     def reads_files(self) -> bool:
         return self.images.reads_files
+
+    @property
+    def sizes(self) -> Tensor:
+        """Patches of each image, where they have their own sizes."""
+        return self.images.sizes  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self.captions)

@@ -10,11 +10,12 @@ from attnkit.tasks.image_classification.augment import Augment, shipped_augment
 from attnkit.tasks.image_classification.data import ImageDataModule
 from attnkit.tasks.images.data import module_of
 from attnkit.tasks.images.folder import find_splits
-from attnkit.tasks.images.scan import read_splits
+from attnkit.tasks.images.native import KeepsSizes, crop_patches
 from attnkit.tasks.images.sets import ImageSet
+from attnkit.tasks.tokens import TokenSampler
 
 
-class ImageFolderData(ImageDataModule):
+class ImageFolderData(KeepsSizes, ImageDataModule):
     """Images under `root`: `train/`, and if given `val/` and `test/`, with a folder per class.
 
     Other usual spellings are read too, as `Training/`, `dev/` or `eval/`. `root` may also hold the
@@ -73,8 +74,9 @@ class ImageFolderData(ImageDataModule):
     ) -> None:
         super().__init__(**options)
         at_least(0, memory_gb=memory_gb)
-        self.native = native
-        self._set_native(max_tokens, max_image_tokens, patch_size)
+        tokens = max_tokens, max_image_tokens, patch_size
+        excluded: dict[str, Any] = {"sampling": self.sampling, "drop_last": self.drop_last or None}
+        self.set_native(native, *tokens, shuffled=TokenSampler, **excluded)
         self.root = existing("root", root, folder=True)
         self.skip_corrupt = skip_corrupt
         self.memory_gb = memory_gb
@@ -85,13 +87,7 @@ class ImageFolderData(ImageDataModule):
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
         known = module_of(self).hparams.get("class_names") if self.testing else None
         splits, class_names = find_splits(self.root, known)
-        if self.native:
-            from attnkit.tasks.images.native import OwnSize, read_native
-
-            how = OwnSize.of(self, self.patch_size, self.max_image_tokens)
-            read = read_native(self, splits, self.in_channels, how)
-        else:
-            read = read_splits(self, splits, self.in_channels, self.kept_crop_area)
+        read = self.read(splits, self.in_channels, self.kept_crop_area)
         sets = {split: images.select(good) for split, (images, good) in read.items()}
         left = set(sets["train"].labels.tolist()) if known is None else range(len(known))
         if empty := [name for label, name in enumerate(class_names) if label not in left]:
@@ -99,61 +95,8 @@ class ImageFolderData(ImageDataModule):
             raise UserError(f"data.root: no image can be decoded in train of {names}")
         return sets, class_names
 
-    def _set_native(
-        self, max_tokens: int | None, max_image_tokens: int | None, patch_size: int | None
-    ) -> None:
-        given = {
-            "max_tokens": max_tokens,
-            "max_image_tokens": max_image_tokens,
-            "patch_size": patch_size,
-        }
-        at_least(2, **given)
-        if not self.native:
-            if named := [name for name, value in given.items() if value is not None]:
-                raise ValueError(f"{named[0]}: needs native=True, got {given[named[0]]}")
-            return
-        excluded: dict[str, Any] = {"sampling": self.sampling, "drop_last": self.drop_last or None}
-        excluded["crop_pct"] = None if self.crop_pct == 1 else self.crop_pct
-        if named := [name for name, value in excluded.items() if value is not None]:
-            raise ValueError(f"{named[0]}: not with native=True, got {excluded[named[0]]}")
-        self.max_tokens = max_tokens or 4096
-        self.max_image_tokens = max_image_tokens or min(1024, max(1, self.max_tokens // 4))
-        self.patch_size = patch_size or 16
-        if 2 * self.max_image_tokens > self.max_tokens:
-            raise ValueError(
-                f"max_image_tokens: expected at most half of max_tokens={self.max_tokens}, got "
-                f"{self.max_image_tokens}"
-            )
-        from attnkit.tasks.tokens import token_loader
-
-        self.make_loader = token_loader
-
-    def setup(self, stage: str | None = None) -> None:
-        super().setup(stage)
-        if self.native:
-            from attnkit.tasks.images.native import check_native
-
-            check_native(self)
-
-    def describe(self) -> dict[str, Any]:
-        facts = super().describe()
-        if not self.native:
-            return facts
-        own = {"native": True, "patch_size": self.patch_size}
-        return {**facts, **own, "max_image_tokens": self.max_image_tokens}
-
     def default_size(self, images: ImageSet) -> int:
         return images.size if self.native else super().default_size(images)  # type: ignore[return-value]
-
-    def items(self, split: str) -> Any:
-        if not self.native:
-            return super().items(split)
-        from attnkit.tasks.images.native import NativeItems
-
-        images = self.sets[split]
-        # A list of training images has up to the largest image more: see `TokenSampler`.
-        more = int(images.sizes.max()) if split == "train" else 0
-        return NativeItems(images, self.max_tokens - more)
 
     def fitted_images(self, images: Any, *, cropped: bool) -> Any:
         return images if self.native else super().fitted_images(images, cropped=cropped)
@@ -161,8 +104,6 @@ class ImageFolderData(ImageDataModule):
     def augmented(self, images: Any, *, cropped: bool) -> Any:
         if not self.native:
             return super().augmented(images, cropped=cropped)
-        from attnkit.tasks.images.native import crop_patches
-
         if self.crop_min_area is not None:
             images = [crop_patches(image, self.crop_min_area, self.patch_size) for image in images]
         return [

@@ -7,13 +7,16 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning import LightningDataModule
 from PIL import Image
 from torch import Tensor
 
+from attnkit.core.arguments import at_least
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.images.data import module_of
 from attnkit.tasks.images.decode import (
@@ -26,9 +29,10 @@ from attnkit.tasks.images.decode import (
     with_progress,
 )
 from attnkit.tasks.images.folder import Files, report_failures, say, say_once
-from attnkit.tasks.images.scan import first_of_equal, memory_bytes
+from attnkit.tasks.images.scan import first_of_equal, memory_bytes, read_splits
 from attnkit.tasks.images.sets import ImageSet
 from attnkit.tasks.loaders import BatchItems
+from attnkit.tasks.tokens import TokenSampler, token_loader
 
 MAX_IMAGE_TOKENS = 1024
 
@@ -141,22 +145,23 @@ class NativeImages(ImageSet):
 
 
 class NativeItems(BatchItems):
-    """Images by the lists of numbers that a sampler by tokens gives.
+    """Images by the lists of numbers, or of pairs (epoch, number), that a sampler by tokens gives.
 
     Args:
-        images: the set.
+        images: the set, whose `sizes` are the patches of each.
         batch_tokens: patches of a batch, at most, for the sampler.
     """
 
-    def __init__(self, images: NativeImages, batch_tokens: int) -> None:
+    def __init__(self, images: Any, batch_tokens: int) -> None:
         self.images, self.batch_tokens = images, batch_tokens
-        self.labels, self.sizes, self.reads_files = images.labels, images.sizes, images.reads_files
+        self.sizes, self.reads_files = images.sizes, images.reads_files
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitems__(self, numbers: Sequence[int] | Sequence[list[int]]) -> Any:
-        return self.images.__getitems__(torch.tensor(numbers).flatten().tolist())
+    def __getitems__(self, numbers: Sequence[Any]) -> Any:
+        lists = (some if isinstance(some, list) else [some] for some in numbers)
+        return self.images.__getitems__([*chain.from_iterable(lists)])
 
 
 class NativePaths(BatchItems):
@@ -276,23 +281,117 @@ def crop_patches(image: Tensor, min_area: float, patch_size: int) -> Tensor:
     return image[..., top : top + height, left : left + width]
 
 
+class KeepsSizes(LightningDataModule):
+    """What data modules of image files have in common that can keep the sizes of images (`native`);
+    a base before that of the task."""
+
+    native = False
+    crop_pct: float | None
+    sets: dict[str, Any]
+    make_loader: Any
+    shuffled: Any
+
+    def set_native(
+        self,
+        native: bool,
+        max_tokens: int | None,
+        max_image_tokens: int | None,
+        patch_size: int | None,
+        *,
+        shuffled: type[TokenSampler],
+        **excluded: Any,
+    ) -> None:
+        """Set `native`, and with it what else is needed.
+
+        Args:
+            native, max_tokens, max_image_tokens, patch_size: as of `ImageFolderData`.
+            shuffled: the sampler of training.
+            **excluded: what must be None with `native`.
+
+        Raises:
+            ValueError: options that need `native`, or that it excludes.
+        """
+        given = {
+            "max_tokens": max_tokens,
+            "max_image_tokens": max_image_tokens,
+            "patch_size": patch_size,
+        }
+        at_least(2, **given)
+        self.native = native
+        if not native:
+            if named := [name for name, value in given.items() if value is not None]:
+                raise ValueError(f"{named[0]}: needs native=True, got {given[named[0]]}")
+            return
+        excluded["crop_pct"] = None if self.crop_pct == 1 else self.crop_pct
+        if named := [name for name, value in excluded.items() if value is not None]:
+            raise ValueError(f"{named[0]}: not with native=True, got {excluded[named[0]]}")
+        self.max_tokens = max_tokens or 4096
+        self.max_image_tokens = max_image_tokens or min(1024, max(1, self.max_tokens // 4))
+        self.patch_size = patch_size or 16
+        if 2 * self.max_image_tokens > self.max_tokens:
+            raise ValueError(
+                f"max_image_tokens: expected at most half of max_tokens={self.max_tokens}, got "
+                f"{self.max_image_tokens}"
+            )
+        self.make_loader, self.shuffled = token_loader, shuffled
+
+    def read(
+        self, splits: Mapping[str, Files], channels: int | None, kept_area: float | None = None
+    ) -> dict[str, tuple[ImageSet, Tensor]]:
+        """The images of each split, and the numbers of those that can be decoded: `read_native`, or
+        `read_splits`."""
+        if not self.native:
+            return read_splits(self, splits, channels, kept_area)
+        how = OwnSize.of(self, self.patch_size, self.max_image_tokens)
+        return read_native(self, splits, channels, how)
+
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)  # type: ignore[arg-type]
+        if self.native:
+            check_native(self)
+
+    def describe(self) -> dict[str, Any]:
+        facts: dict[str, Any] = super().describe()  # type: ignore[misc]
+        if not self.native:
+            return facts
+        own = {"native": True, "patch_size": self.patch_size}
+        return {**facts, **own, "max_image_tokens": self.max_image_tokens}
+
+    def items(self, split: str) -> Any:
+        if not self.native:
+            return super().items(split)  # type: ignore[misc]
+        images = self.sets[split]
+        # A list of training images has up to the largest image more: see `TokenSampler`.
+        more = int(images.sizes.max()) if split == "train" else 0
+        return NativeItems(images, self.max_tokens - more)
+
+
+def vit_of(module: Any) -> Any:
+    """The network that reads the images of a module: its model, or what its encoder is made of."""
+    model = getattr(module, "model", None)
+    encoder = getattr(model, "encoder", model)
+    return getattr(encoder, "vit", encoder)
+
+
 def check_native(data: Any) -> None:
     """UserError if the module in the trainer takes no images of their own sizes."""
     module = module_of(data)
     if module is None:
         return
-    model: Any = getattr(module, "model", None)
-    if not getattr(model, "native", False):
+    vit = vit_of(module)
+    if not getattr(vit, "native", False):
+        of_encoder = hasattr(module.model, "encoder")
+        wanted = "encoder=vit, with encoder." if of_encoder else "attnkit.ViT with model."
         raise UserError(
-            f"data.native: {type(model).__name__} takes images of one size alone; expected "
-            "attnkit.ViT with model.native=true"
+            f"data.native: {type(vit).__name__} takes images of one size alone; expected "
+            f"{wanted}native=true"
         )
     if getattr(module, "mix", None) is not None:
         raise UserError(
             "module.mixup, module.cutmix: they mix images of one size, and those of "
             "data.native=true have their own; expected 0"
         )
-    patch = tuple(model.patch_embed.patch_size)
+    patch = tuple(vit.patch_embed.patch_size)
     if patch != (data.patch_size, data.patch_size):
         raise UserError(
             f"data.patch_size: got {data.patch_size}, but the model has patches of "

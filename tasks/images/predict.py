@@ -131,15 +131,15 @@ class PredictData(LightningDataModule):
         if not self.paths:
             raise UserError(f"images: no image files under {self.images}")
 
-    def images_at(self, paths: Sequence[str]) -> ImagePaths:
+    def images_at(self, paths: Sequence[str]) -> BatchItems:
         """The set that batches come from; for subclasses whose batches have another form."""
         module = module_of(self)
         if getattr(module, "max_image_tokens", None):
-            from attnkit.tasks.images.native import NativePaths, OwnSize
+            from attnkit.tasks.images.native import NativePaths, OwnSize, vit_of
 
-            patch = module.model.patch_embed.patch_size[0]
+            patch = vit_of(module).patch_embed.patch_size[0]
             how = OwnSize.of(self, patch, module.max_image_tokens)
-            return NativePaths(paths, how, self.in_channels)  # type: ignore[return-value]
+            return NativePaths(paths, how, self.in_channels)
         return ImagePaths(paths, fit_of(self), self.in_channels)
 
     def predict_dataloader(self) -> EVAL_DATALOADERS:

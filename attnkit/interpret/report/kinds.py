@@ -142,6 +142,10 @@ def _image_sections(
     return [section for part in parts for section in image_sections(*part, batch_size)]
 
 
+def _word_sections(explained: Explained, found: Sequence[Judged], _: int) -> list[Section]:
+    return [section for part in _apart(explained, found) for section in word_sections(*part)]
+
+
 def _gaps(trust: Any) -> dict[str, Tensor]:
     return trust.gaps if trust else {}
 
@@ -223,6 +227,8 @@ def _worth_of_image_row(row: Row) -> dict[str, str]:
 
 def _word_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
     """A row for each method and word."""
+    if explained.has_sizes:
+        return [row for part in _apart(explained, found) for row in _word_rows(*part)]
     rows = []
     for method, seen, trust, *_ in found:
         for image, words in enumerate(explained.words):
@@ -378,7 +384,7 @@ KINDS = {
         "even.",
         worth=_worth_of_word_row,
         called="{map}",
-        sections=lambda explained, found, _: word_sections(explained, found),
+        sections=_word_sections,
         summary=_means_over_words,
     ),
     "nodes": Kind(

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from attnkit.interpret.report.attention import MOST_CELLS
 from attnkit.interpret.report.findings import PAGE, Findings, Judged, findings_of, table_of
 from attnkit.interpret.report.kinds import KINDS, arrays_of
 from attnkit.interpret.report.page import picture_section, write_page
+from attnkit.interpret.sentences import grid_of
 from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS
 from attnkit.interpret.trust.words import ORDERS, word_counts
 from attnkit.lightning.protocols import Explained
@@ -193,19 +194,22 @@ class Report:
         if KINDS[explained.kind].unit == "edge":
             return len(self._each(explained)) * methods * (_EXPLAINING + _OF_EDGES[self.trust])
         images = len(explained.inputs)
-        if explained.kind == "sentences":
-            rows, columns = cast(Any, explained.model).grid
-            fractions = FULL_FRACTIONS if self.trust == "full" else FRACTIONS
-            counts = word_counts(fractions, rows * columns)
-            longest = max(map(len, explained.words), default=0)
-            judging = 2 + rows * columns + (len(counts) - 3) * (ORDERS + 2 * longest)
-            return images * methods * (_EXPLAINING + (0 if self.trust == "none" else judging))
         parts = [explained.alone(n) for n in range(images)] if explained.has_sizes else [explained]
+        if explained.kind == "sentences":
+            return images // len(parts) * methods * sum(map(self._forwards_of_words, parts))
         each = [patch_grid(part.model, part.inputs) for part in parts]
         grids = [_PATCHES if patches is None else patches.grid for patches in each]
         of_page = [min(rows * columns, MOST_CELLS) for rows, columns in grids]  # left out by itself
         of_page *= images // len(parts)
         return images * methods * (_EXPLAINING + _JUDGING[self.trust]) + sum(of_page)
+
+    def _forwards_of_words(self, explained: Explained) -> int:
+        """For each image, which have one size, and method."""
+        rows, columns = grid_of(explained.model, explained.inputs)
+        counts = word_counts(FULL_FRACTIONS if self.trust == "full" else FRACTIONS, rows * columns)
+        longest = max(map(len, explained.words), default=0)
+        judging = 2 + rows * columns + (len(counts) - 3) * (ORDERS + 2 * longest)
+        return _EXPLAINING + (0 if self.trust == "none" else judging)
 
     def _first_batch(self, explained: Explained) -> tuple[int, Callable[[], object]]:
         """How many are asked of at once, and what asks the model."""
@@ -271,16 +275,15 @@ class Report:
         if against is not None and (why := kind.refused.get("against")):
             raise ValueError(f"against: expected none for {name}; {name} {why}")
         asked: Any = self.class_of(explained)
-        if explained.sentences is not None:
-            asked = explained.sentences
         found = []
         for place, called, inputs, index in self._each(explained):
+            one, compared = explained, against
+            if explained.has_sizes:
+                one, compared = explained.alone(place), against and against.alone(place)
+            target = asked if one.sentences is None else one.sentences
             for method in self.methods:
                 step(f"{called}{method}")
-                seen = explain(explained.model, inputs, asked, method, **index)
-                one, compared = explained, against
-                if explained.has_sizes:
-                    one, compared = explained.alone(place), against and against.alone(place)
+                seen = explain(explained.model, inputs, target, method, **index)
                 other = None if compared is None else _of_other(compared, seen)
                 found.append(Judged(method, seen, self._judged(one, seen), other, place))
         step("the page")

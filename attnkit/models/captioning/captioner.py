@@ -4,12 +4,19 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from attnkit.core.running import evaluating
 from attnkit.models.captioning.generate import Method, Sentences, generate
 from attnkit.models.captioning.image_encoders import ImageEncoder
-from attnkit.models.captioning.word_decoder import Logits, Memory, WordDecoder, Words
-from attnkit.models.vit import Images
+from attnkit.models.captioning.word_decoder import (
+    Logits,
+    Memory,
+    MemoryMask,
+    WordDecoder,
+    Words,
+)
+from attnkit.models.vit import Images, OwnSizes
 
 
 class Captioner(nn.Module):
@@ -22,6 +29,9 @@ class Captioner(nn.Module):
 
     Words are integers: `PAD` 0, `START` 1, `END` 2, `UNKNOWN` 3 and those of the vocabulary; a
     sentence is START, words, END, then PAD.
+
+    A `ViTEncoder` also takes a list of images [channels, height, width], each of its own size. The
+    words of each image then look at its own positions alone; weights of others are 0.
 
     Args:
         encoder: `CNNEncoder`, `ViTEncoder`, `TimmEncoder`, or any `ImageEncoder`.
@@ -47,23 +57,34 @@ class Captioner(nn.Module):
         """Height and width of the encoder's grid of positions."""
         return self.encoder.grid
 
-    def encode(self, images: Images) -> Memory:
-        """The memory of the images."""
+    def grid_of(self, images: Images) -> tuple[int, int]:
+        """That of these images, which have one size."""
+        return self.encoder.grid_of(images)
+
+    def encode(
+        self, images: Images | OwnSizes
+    ) -> Memory | list[Annotated[Tensor, "positions dim"]]:
+        """The memory of the images; of a list of them, that of each."""
         return self.encoder(images)
 
-    def forward(self, images: Images, words: Words) -> Logits:
+    def forward(self, images: Images | OwnSizes, words: Words) -> Logits:
         """The logits of the next word, after each word."""
-        return self.decoder(self.encoder(images), words)
+        memory, mask = self._memory(images)
+        return self.decoder(memory, words, mask)
 
-    def loss(self, images: Images, words: Words) -> dict[str, Annotated[Tensor, ""]]:
+    def loss(self, images: Images | OwnSizes, words: Words) -> dict[str, Annotated[Tensor, ""]]:
         """The loss to minimize, "loss", and its terms; sentences begin with START."""
-        return self.decoder.loss(self.encoder(images), words)
+        memory, mask = self._memory(images)
+        return self.decoder.loss(memory, words, mask)
 
-    def generate(self, images: Images, method: Method = "greedy", **options: Any) -> Sentences:
+    def generate(
+        self, images: Images | OwnSizes, method: Method = "greedy", **options: Any
+    ) -> Sentences:
         """Sentences for the images, with the options of `attnkit.generate`; the encoder, too, is in
         evaluation mode."""
         with evaluating(self), torch.no_grad():
-            return generate(self.decoder, self.encoder(images), method=method, **options)
+            memory, mask = self._memory(images)
+            return generate(self.decoder, memory, memory_mask=mask, method=method, **options)
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters an optimiser should not shrink."""
@@ -72,3 +93,15 @@ class Captioner(nn.Module):
             for part in ("encoder", "decoder")
             for name in getattr(getattr(self, part), "no_weight_decay", set)()
         }
+
+    def _memory(self, images: Images | OwnSizes) -> tuple[Memory, MemoryMask]:
+        """The memory, and where images of several sizes have positions."""
+        memory = self.encode(images)
+        if isinstance(memory, Tensor):
+            return memory, None
+        lengths = torch.tensor([len(of_image) for of_image in memory])
+        padded = pad_sequence(memory, batch_first=True)
+        if lengths.min() == lengths.max():
+            return padded, None
+        there = torch.arange(padded.shape[1]) < lengths[:, None]
+        return padded, there.to(padded.device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from attnkit.core.positions.absolute import sincos_2d
 from attnkit.core.running import evaluating
 from attnkit.core.scores.learned import ScoreName
 from attnkit.models.backbones import timm_backbone
-from attnkit.models.vit import Images, PositionKind, ViT
+from attnkit.models.vit import Images, OwnSizes, PositionKind, ViT
 
 
 class ImageEncoder(nn.Module):
@@ -33,8 +33,17 @@ class ImageEncoder(nn.Module):
         super().__init__()
         self.image_size = pair("image_size", image_size)
 
+    def grid_of(self, images: Images) -> tuple[int, int]:
+        """The grid of images of one size; that of `image_size`, where no other can be."""
+        return self.grid
+
     def check(self, images: Images) -> None:
-        """ValueError at images of another size."""
+        """ValueError at images of another size, TypeError at a list of them."""
+        if not isinstance(images, Tensor):
+            raise TypeError(
+                f"images: {type(self).__name__} takes one tensor [batch, channels, height, width], "
+                f"got {type(images).__name__}; ViTEncoder takes a list of images of their own sizes"
+            )
         if tuple(images.shape[-2:]) != self.image_size:
             raise ValueError(
                 f"images: expected {self.image_size[0]} x {self.image_size[1]} pixels, "
@@ -124,9 +133,13 @@ class CNNEncoder(ImageEncoder):
 class ViTEncoder(ImageEncoder):
     """The patch tokens of attnkit's `ViT` after its last block and norm.
 
+    Of a list of images [in_channels, height, width], each of its own size, the memory is a list,
+    [positions, dim] of each: its own patches, which saw each other alone.
+
     Args:
         image_size, in_channels: of the images.
-        patch_size, dim, depth, num_heads, mlp_ratio, score, dropout_p, drop_path: as in `ViT`.
+        patch_size: side in pixels; None: 8.
+        dim, depth, num_heads, mlp_ratio, score, dropout_p, drop_path, native: as in `ViT`.
     """
 
     def __init__(
@@ -134,7 +147,7 @@ class ViTEncoder(ImageEncoder):
         image_size: int | tuple[int, int],
         in_channels: int = 3,
         *,
-        patch_size: int | tuple[int, int] = 8,
+        patch_size: int | tuple[int, int] | None = None,
         dim: int = 128,
         depth: int = 4,
         num_heads: int = 4,
@@ -145,11 +158,12 @@ class ViTEncoder(ImageEncoder):
         score: ScoreName = "scaled_dot",
         dropout_p: float = 0.0,
         drop_path: float = 0.0,
+        native: bool | None = None,
     ) -> None:
         super().__init__(image_size)
         self.vit = ViT(
             image_size=self.image_size,
-            patch_size=patch_size,
+            patch_size=8 if patch_size is None else patch_size,
             in_channels=in_channels,
             num_classes=0,
             dim=dim,
@@ -164,14 +178,22 @@ class ViTEncoder(ImageEncoder):
             score=score,
             dropout_p=dropout_p,
             drop_path=drop_path,
+            native=native,
         )
-        patch = self.vit.patch_embed.patch_size
-        self.grid = (self.image_size[0] // patch[0], self.image_size[1] // patch[1])
+        self.grid = self.vit.grid
         self.dim = dim
 
-    def forward(self, images: Images) -> Annotated[Tensor, "batch positions dim"]:
-        tokens = cast(Tensor, self.vit.tokens(images))  # as images are one tensor
-        return tokens[:, self.vit.num_prefix_tokens :]
+    def grid_of(self, images: Images) -> tuple[int, int]:
+        height, width = self.vit.patch_embed.patch_size
+        return images.shape[-2] // height, images.shape[-1] // width
+
+    def forward(
+        self, images: Images | OwnSizes
+    ) -> Annotated[Tensor, "batch positions dim"] | list[Annotated[Tensor, "positions dim"]]:
+        tokens, first = self.vit.tokens(images), self.vit.num_prefix_tokens
+        if isinstance(tokens, list):
+            return [of_image[first:] for of_image in tokens]
+        return tokens[:, first:]
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters an optimiser should not shrink."""
