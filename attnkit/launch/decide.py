@@ -106,7 +106,8 @@ class Request:
 
     def plain(self, config: DictConfig, **values: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
         """The configuration with these values, resolved and checked; what packages it may name."""
-        config = config.copy()
+        if values:
+            config = config.copy()
         for key, value in values.items():
             OmegaConf.update(config, key, literal(value), force_add=True)
         plain = self.composer.plain(config, self.origins)

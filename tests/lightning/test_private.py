@@ -7,13 +7,15 @@ from pathlib import Path
 
 import hydra._internal.callbacks
 import hydra._internal.config_loader_impl
+import hydra._internal.config_repository
 import hydra._internal.hydra
 import hydra._internal.utils
 import lightning.fabric.loggers.csv_logs as csv_logs
+import omegaconf._utils
 import pytest
 import torch
 import torchmetrics
-from hydra._internal.core_plugins import basic_sweeper
+from hydra._internal.core_plugins import basic_sweeper, importlib_resources_config_source
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities import data as fabric_data
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
@@ -85,6 +87,11 @@ def test_they_stand_in_two_files():
     [
         (hydra._internal.callbacks, "Callbacks"),
         (hydra._internal.config_loader_impl, "ConfigLoaderImpl"),
+        (hydra._internal.config_repository.ConfigRepository, "initialize_sources"),
+        (importlib_resources_config_source.ImportlibResourcesConfigSource, "_read_config"),
+        (importlib_resources_config_source.ConfigSource, "_get_header_dict"),
+        (importlib_resources_config_source.ConfigSource, "_normalize_file_name"),
+        (omegaconf._utils, "get_yaml_loader"),
         (basic_sweeper.BasicSweeper, "split_arguments"),
         (hydra._internal.hydra.Hydra, "compose_config"),
         (hydra._internal.utils, "create_config_search_path"),

@@ -37,8 +37,8 @@ from omegaconf.errors import (
 from attnkit.core.nearest import nearest
 from attnkit.launch.command import QUESTION_MARKS, quoted
 from attnkit.launch.config._hydra import (
-    ConfigLoaderImpl,
     Hydra,
+    Loader,
     absent_group,
     absent_name,
     check_hydra,
@@ -94,7 +94,7 @@ class Composer:
         self.config_dir = config_dir
         self.job_name: str | None = None
         """What replaces the task's name in outputs/<task>/…: hydra.job.name."""
-        self.loader = ConfigLoaderImpl(search_path)
+        self.loader = Loader(search_path, None if config_dir else self.folders[0])
         self.hydra = Hydra("attnkit", self.loader)
 
     # --- what there is ---

@@ -7,11 +7,13 @@ code before it was allowed, so the source file is parsed instead. What cannot be
 """
 
 import ast
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -130,27 +132,28 @@ def _module(name: str) -> Module | None:
     spec = _root(root)
     if spec is None:
         return None
-    folders = [Path(p) for p in spec.submodule_search_locations or []]
-    path = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    folders = list(spec.submodule_search_locations or [])
+    path = spec.origin if spec.origin and spec.origin.endswith(".py") else None
     for part in rest:
-        for folder in folders:
-            if (folder / part / "__init__.py").is_file():
-                path, folders = folder / part / "__init__.py", [folder / part]
+        for folder in folders:  # of texts, as a Path would take most of the time
+            if isfile(package := f"{folder}/{part}/__init__.py"):
+                path, folders = package, [f"{folder}/{part}"]
                 break
-            if (folder / f"{part}.py").is_file():
-                path, folders = folder / f"{part}.py", []
+            if isfile(module := f"{folder}/{part}.py"):
+                path, folders = module, []
                 break
         else:
             return None
     try:
-        return _parsed(name, path, path.stat().st_mtime_ns) if path else None
+        return _parsed(name, path, os.stat(path).st_mtime_ns) if path else None
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
 
 
 @lru_cache(maxsize=512)
-def _parsed(name: str, path: Path, changed: int) -> Module:
+def _parsed(name: str, file: str, changed: int) -> Module:
     """The module, read once for each state of its file: a process may run several commands."""
+    path = Path(file)
     module = Module(name, path, is_package=path.name == "__init__.py")
     body = ast.parse(path.read_bytes()).body
     _collect(body, module.names)
