@@ -116,7 +116,7 @@ class VisionTower(nn.Module):
     ) -> Annotated[Tensor, "batch dim"]:
         """One vector for each image, which the head reads."""
         options = {"interpolate_pos_encoding": True} if self.interpolates else {}
-        found = self.tower(pixel_values=images, return_dict=True, **options)
+        found = self.tower(pixel_values=images, **options)
         pooled = getattr(found, "pooler_output", None)
         if pooled is not None:
             return pooled
@@ -205,7 +205,8 @@ def _settings(config: Mapping[str, Any]) -> Any:
             hint = nearest(unknown[0], (name for name in vars(known) if not name.startswith("_")))
             raise ValueError(f"config: {kind} has no {unknown[0]!r}{hint}")
     with _quietly(), _naming_config(kind):
-        return AutoConfig.for_model(**{**config, "model_type": kind})
+        # `pooled` reads by name; asked in the call, DINOv2 and Swin would not tell their parts so
+        return AutoConfig.for_model(**{**config, "model_type": kind, "return_dict": True})
 
 
 @contextmanager
@@ -214,7 +215,8 @@ def _naming_config(kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = " ".join(str(error).split())[:200]
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        told = (name + " ".join(str(error).split()))[:200]
         raise ValueError(f"config: {kind} cannot be built: {told}") from error
 
 

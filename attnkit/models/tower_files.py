@@ -44,21 +44,23 @@ def tower_facts(given: str | Path) -> dict[str, Any]:
             f"{given}: expected a folder that save_pretrained of transformers wrote, or "
             f"{HUB}NAME; its config.json {what if found else 'is missing'}"
         )
+    prepared = _read(given, "preprocessor_config.json")
+    processor = {} if prepared else _read(given, "processor_config.json")
     try:
         of_images = _part(found, "vision_config")
         named = {"model_type": f"{found['model_type']}_vision_model", **of_images}
         config = found if found.get("vision_config") is None else named
         config = {key: value for key, value in config.items() if key not in _NOT_OF_TOWERS}
         config[VERSION] = config.get(VERSION) or found.get(VERSION) or "unknown"
-        facts = {"config": config, "in_channels": num_channels(config)}
-        images = _read(given, "preprocessor_config.json")
-        images = images or _part(_read(given, "processor_config.json"), "image_processor")
+        channels = num_channels(config)
+        facts = {"config": config, "in_channels": channels}
+        images = prepared or _part(processor, "image_processor")
         crop = _side(images.get("crop_size")) if images.get("do_center_crop") else None
         whole = _side(images.get("size"))
         if size := crop or whole or _side(config.get("image_size")):
             pair("image_size", size)
             facts["image_size"] = size
-        normalized = _normalized(images, facts["in_channels"])
+        normalized = _normalized(images, channels)
         resample = images.get("resample")
         if not isinstance(resample, int | None):
             raise ValueError(f"resample: expected a number of PIL, got {in_a_line(resample)}")
@@ -113,9 +115,10 @@ def _normalized(images: Mapping[str, Any], channels: int) -> dict[str, list[floa
     found: dict[str, list[float]] = {}
     for name in ("mean", "std"):
         numbers = said.get(f"image_{name}")
-        given: list[Any] = numbers if isinstance(numbers, list) else [numbers] * channels
+        given: list[Any] = numbers if isinstance(numbers, list) else [numbers]
+        given = given * channels if len(given) == 1 else given
         least = -math.inf if name == "mean" else 0.0
-        if len(given) not in (1, channels) or not all(
+        if len(given) != channels or not all(
             type(number) in (int, float) and least < number < math.inf for number in given
         ):
             what = "numbers" if name == "mean" else "positive numbers"
