@@ -233,9 +233,26 @@ IMAGES = {
     ),
     "whole": (
         {"size": {"height": 32, "width": 48}, "resample": 2, "image_mean": [0.5], "image_std": [1]},
-        {"image_size": [32, 48], "crop_pct": 1.0, "interpolation": "bilinear", "mean": [0.5]},
+        {"image_size": [32, 48], "crop_pct": 1.0, "interpolation": "bilinear",
+         "mean": [0.5] * 3, "std": [1] * 3},
     ),
     "old": ({"size": 64, "image_mean": [0], "image_std": [1]}, {"image_size": 64}),
+    "a number, and nulls": (
+        {"size": None, "resample": None, "image_mean": 0.5, "image_std": 0.25, "do_rescale": None},
+        {"image_size": 32, "interpolation": "bicubic", "mean": [0.5] * 3, "std": [0.25] * 3},
+    ),
+    "not normalised": (
+        {"do_normalize": False, "image_mean": [0.1] * 3, "image_std": [0.2] * 3},
+        {"mean": [0.0] * 3, "std": [1.0] * 3},
+    ),
+    "from 0 to 2": (
+        {"rescale_factor": 2 / 255, "image_mean": [1.0] * 3, "image_std": [0.5] * 3},
+        {"mean": [0.5] * 3, "std": [0.25] * 3},
+    ),
+    "from 0 to 255": (
+        {"do_rescale": False, "rescale_factor": 7, "image_mean": [51] * 3, "image_std": [255] * 3},
+        {"mean": [0.2] * 3, "std": [1.0] * 3},
+    ),
     "none": ({}, {"image_size": 32, "in_channels": 3}),
 }  # fmt: skip
 
@@ -249,8 +266,44 @@ def test_images_are_prepared_as_its_files_say(case, tmp_path):
     node = {"_target_": "attnkit.interop.VisionTower", "weights": str(tmp_path)}
     facts = expected_images(node)
     assert {name: facts[name] for name in expected} == expected
-    assert facts["config"] == {"model_type": "vit", "image_size": 32}
+    known = {"model_type": "vit", "image_size": 32}
+    assert facts["config"] == {**known, "transformers_version": "unknown"}
     assert ("mean" in facts) == bool(given)
+
+
+MEANS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+WRONG_FILES = {
+    "mean alone": ({}, {"image_mean": [0.5] * 3}, "image_std: expected 3 positive .* got nothing"),
+    "std alone": ({}, {"image_std": [0.5] * 3}, "image_mean: expected 3 numbers, got nothing"),
+    "two": ({}, MEANS | {"image_mean": [0.5] * 2}, r"image_mean: .* got \[0.5, 0.5\]"),
+    "text": ({}, MEANS | {"image_mean": "x"}, "image_mean: expected 3 numbers, got 'x'"),
+    "zero": ({}, MEANS | {"image_std": [0] * 3}, r"image_std: .* got \[0, 0, 0\]"),
+    "factor": ({}, MEANS | {"rescale_factor": "x"}, "rescale_factor: expected a positive number"),
+    "factor alone": ({}, {"rescale_factor": 1 / 127.5}, "image_mean: .* got nothing"),
+    "filter": ({}, MEANS | {"resample": "x"}, "resample: expected a number of PIL, got 'x'"),
+    "size": ({}, {"size": "x"}, "image_size: expected a positive integer or two, got 'x'"),
+    "a list": ({}, [1], r"its preprocessor_config.json cannot be read: expected an object, got \["),
+    "parts": ({"vision_config": [1]}, {}, r"vision_config: expected an object, got \[1\]"),
+    "channels": ({"num_channels": None}, {}, "num_channels: expected a positive integer, got None"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FILES)
+def test_files_that_say_what_cannot_be(case, tmp_path):
+    config, images, message = WRONG_FILES[case]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", **config}))
+    if images:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
+    node = {"_target_": "attnkit.interop.VisionTower", "weights": str(tmp_path)}
+    with pytest.raises(ValueError, match=f"^weights: .*{message}") as error:
+        expected_images(node)
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_vision_config_it_is_one_tower(tmp_path):
+    config = {"model_type": "vit", "vision_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tower_facts(tmp_path)["config"]["model_type"] == "vit"
 
 
 WRONG = {
@@ -269,6 +322,53 @@ def test_wrong_folders(case, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         interop.VisionTower(weights=tmp_path, num_classes=5, **options)
+
+
+WRONG_CONFIGS = {
+    "text": ("vit", {}, "config: expected the settings of a config.json, got 'vit'"),
+    "another": ({"model_type": "bert"}, {}, "config: expected one of aimv2_.*'bert'"),
+    "patches": ({"patch_size": "x"}, {}, "config: vit cannot be built: .*'patch_size'.*'x'"),
+    "width": ({"hidden_size": None}, {}, "config: vit cannot be built: .*'hidden_size'.*None"),
+    "no setter": ({"use_return_dict": False}, {}, "config: vit cannot be built: .*use_return_dict"),
+    "activation": ({"hidden_act": "zz"}, {}, "config: vit cannot be built: KeyError: 'zz'"),
+    "channels": ({"num_channels": None}, {}, "config: num_channels: .* got None"),
+    "a typo": ({"hiden_size": 9}, {}, "config: vit has no 'hiden_size'; did you mean hidden_size"),
+    "classes": ({}, {"num_classes": 0}, "num_classes: expected at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CONFIGS)
+def test_wrong_configs(case, capfd):
+    config, options, message = WRONG_CONFIGS[case]
+    if isinstance(config, dict):
+        config = {"model_type": "vit", **SIZES, **config}
+    with pytest.raises(ValueError, match=f"^{message}") as error:
+        interop.VisionTower(**{"config": config, "num_classes": 5, **options})
+    assert "\n" not in str(error.value)
+    assert not capfd.readouterr().err
+
+
+def test_a_file_may_say_more_than_its_class_knows(folders, tmp_path):
+    config = {**tower_facts(folders("vit"))["config"], "hiden_size": 9}
+    interop.VisionTower(config=config, num_classes=5)
+    build("vit").save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**found, "projection_dim": 9}))
+    interop.VisionTower(weights=tmp_path, num_classes=5)
+
+
+def test_weights_of_another_shape_are_named(folders):
+    config = {"model_type": "vit", **SIZES, "intermediate_size": 44}
+    with pytest.raises(ValueError, match=r"weights: .* does not fit the config: layers\.0\.mlp\."
+                       r"fc1\.bias is \[40\] there, \[44\] here, and \d+ more$"):  # fmt: skip
+        tower(folders, "vit", config=config)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_whose_config_asks_for_tuples(name, folders):
+    config = {**tower_facts(folders(name))["config"], "return_dict": False}
+    model = tower(folders, name, config=config)
+    assert torch.equal(model.pooled(some_images()), tower(folders, name).pooled(some_images()))
 
 
 def test_a_size_it_cannot_take_and_no_transformers(folders, monkeypatch):

@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.arguments import pair
+from attnkit.core.arguments import at_least, in_a_line, pair
+from attnkit.core.nearest import nearest
 from attnkit.core.running import evaluating
 from attnkit.interop.carry import shortened
 from attnkit.interop.transformers import NAME, register_transformers
-from attnkit.models.tower_files import tower_facts
+from attnkit.models.tower_files import VERSION, num_channels, tower_facts
 from attnkit.models.weights import HUB, asking_hub, reason
 
 _log = logging.getLogger(__name__)
@@ -47,14 +48,16 @@ class VisionTower(nn.Module):
         weights: a folder that `save_pretrained` wrote, or `hf-hub:NAME`; of CLIP and SigLIP the
             vision tower is taken. None: random, of `config`. No code of theirs is run.
         config: the settings of the tower as transformers' `config.json` has them, with
-            `model_type`; None: those beside the weights.
+            `model_type`; without `transformers_version` each must be one that its class knows.
+            None: those beside the weights.
         image_size: side, or [height, width], in pixels; another than the tower's own has its
             positions interpolated, where the tower can. None: its own.
         in_channels: of the images.
 
     Raises:
         ValueError: transformers is not installed; weights that cannot be had or do not fit, a model
-            that is no such tower, or a size or number of channels that it cannot take.
+            that is no such tower, settings that it has not or that cannot be built, or a size or
+            number of channels that it cannot take.
     """
 
     tower: Any
@@ -69,19 +72,27 @@ class VisionTower(nn.Module):
         in_channels: int = 3,
     ) -> None:
         super().__init__()
+        at_least(1, num_classes=num_classes)
         try:
             register_transformers()
         except ImportError as error:
             raise ValueError(
                 "VisionTower needs transformers: pip install 'attnkit[transformers]'"
             ) from error
+        source = "weights" if config is None else "config"
         if config is None:
             config = _config_of(weights)
+        if not isinstance(config, Mapping):
+            got = in_a_line(config)
+            raise ValueError(f"config: expected the settings of a config.json, got {got}")
         kind = config.get("model_type")
         if kind not in TOWERS:
-            raise ValueError(f"weights: expected one of {', '.join(TOWERS)}, got {kind!r}")
-        if config.get("num_channels", 3) != in_channels:
-            own = config.get("num_channels", 3)
+            raise ValueError(f"{source}: expected one of {', '.join(TOWERS)}, got {kind!r}")
+        try:
+            own = num_channels(config)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+        if own != in_channels:
             raise ValueError(
                 f"in_channels: this {kind} takes {own}, got {in_channels}; data.in_channels={own}"
             )
@@ -136,15 +147,14 @@ def _config_of(weights: str | Path | None) -> dict[str, Any]:
 
 
 def _tower(config: Mapping[str, Any], weights: str | Path | None) -> nn.Module:
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
-    # ViT-MAE hides patches at random; its encoder is a ViT, as transformers' own pages load it
-    kind = "vit" if config["model_type"] == "vit_mae" else config["model_type"]
-    settings = AutoConfig.for_model(**{**config, "model_type": kind})
+    settings = _settings(config)
     # "eager" every model has; a configuration cannot name a kernel that would be downloaded
     options = {"attn_implementation": "eager", "trust_remote_code": False}
     if weights is None:
-        tower: Any = AutoModel.from_config(settings, **options)
+        with _naming_config(settings.model_type):
+            tower: Any = AutoModel.from_config(settings, **options)
     else:
         name, _, revision = str(weights).removeprefix(HUB).partition("@")
         name, revision = (name, revision) if str(weights).startswith(HUB) else (str(weights), "")
@@ -152,10 +162,22 @@ def _tower(config: Mapping[str, Any], weights: str | Path | None) -> nn.Module:
         try:
             with asking_hub(), _quietly():
                 tower, found = AutoModel.from_pretrained(
-                    name, config=settings, dtype=torch.float32, output_loading_info=True, **options
+                    name,
+                    config=settings,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # which are refused here
+                    **options,
                 )
         except Exception as error:  # of the hub, of files, of shapes
             raise ValueError(f"weights: {weights} cannot be loaded: {reason(error)}") from error
+        if unlike := sorted(found["mismatched_keys"]):
+            key, there, here = unlike[0]
+            more = f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+            raise ValueError(
+                f"weights: {weights} does not fit the config: {key} is {list(there)} there, "
+                f"{list(here)} here{more}"
+            )
         if lost := [key for key in sorted(found["missing_keys"]) if not key.startswith(_NEW)]:
             raise ValueError(f"weights: {weights} lacks {shortened(lost)}")
         if left := sorted({key.split(".")[0] for key in found["unexpected_keys"]}):
@@ -171,13 +193,40 @@ def _tower(config: Mapping[str, Any], weights: str | Path | None) -> nn.Module:
     return tower.train()
 
 
+def _settings(config: Mapping[str, Any]) -> Any:
+    """The configuration of transformers."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    # ViT-MAE hides patches at random; its encoder is a ViT, as transformers' own pages load it
+    kind = "vit" if config["model_type"] == "vit_mae" else config["model_type"]
+    if VERSION not in config:
+        known = CONFIG_MAPPING[config["model_type"]]()
+        if unknown := [name for name in config if not hasattr(known, name)]:
+            hint = nearest(unknown[0], (name for name in vars(known) if not name.startswith("_")))
+            raise ValueError(f"config: {kind} has no {unknown[0]!r}{hint}")
+    with _quietly(), _naming_config(kind):
+        # `pooled` reads by name; asked in the call, DINOv2 and Swin would not tell their parts so
+        return AutoConfig.for_model(**{**config, "model_type": kind, "return_dict": True})
+
+
+@contextmanager
+def _naming_config(kind: str) -> Iterator[None]:
+    """What transformers raises of a configuration, whatever its kind, as a ValueError in a line."""
+    try:
+        yield
+    except Exception as error:
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        told = (name + " ".join(str(error).split()))[:200]
+        raise ValueError(f"config: {kind} cannot be built: {told}") from error
+
+
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Without transformers' bars and its table of tensors that are not used, which we say."""
     from transformers.utils import logging as theirs
 
     level, has_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
-    theirs.set_verbosity_error()
+    theirs.set_verbosity(theirs.CRITICAL)
     theirs.disable_progress_bar()
     try:
         yield

@@ -19,7 +19,7 @@ from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
 from attnkit.interop.carry import has_hooks, joined, refuse
 from attnkit.surgery import adapters, relative, towers, windows
-from attnkit.surgery.timm.forwards import FORWARDS, MIXING
+from attnkit.surgery.timm.forwards import FORWARDS, MIXING, OVER_CHANNELS
 from attnkit.surgery.timm.kept import HeadAttention, Kept
 
 _APART = (
@@ -239,9 +239,15 @@ def _kept(module: Any, changes: Changes) -> adapters.Adapter:
     like = next(module.parameters())
     block = changed(HeadAttention(num_heads, head_dim), changes, like)
     dropout = getattr(module, "attn_drop", None)
+    learned = block.score.parameters() if isinstance(block.score, nn.Module) else ()
     refuse(
         module,
         {
+            "a mask in attention over channels": forward in OVER_CHANNELS
+            and changes.mask is not None,
+            "a score with weights for head_dim in attention over channels, which are as wide as "
+            "there are tokens": forward in OVER_CHANNELS
+            and any(parameter.numel() > num_heads for parameter in learned),
             "a normalizer that reads tokens": isinstance(block.normalizer, nn.Module),
             "another mask or score where heads mix weights": forward in MIXING
             and (changes.mask, changes.score) != (None, None),

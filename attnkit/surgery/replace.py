@@ -94,7 +94,8 @@ def replace_attention(
     begins at 0, which changes nothing under a dot product; where their projections or biases are
     apart ours is one parameter, a copy. Where heads are mixed after softmax (CaiT, EfficientFormer
     V2, ConViT), the weights seen are those before they are mixed, and neither mask nor score may
-    change. The state of the random generator stays.
+    change. Attention over channels (XCiT, EdgeNeXt, DaViT) takes no mask, and no score with weights
+    for head_dim, such as "general" and "additive". The state of the random generator stays.
 
     Args:
         model: the network.

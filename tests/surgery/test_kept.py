@@ -10,7 +10,7 @@ from torch import nn
 
 import attnkit
 from attnkit import replace_attention
-from attnkit.surgery.timm.forwards import FORWARDS, MIXING
+from attnkit.surgery.timm.forwards import FORWARDS, MIXING, OVER_CHANNELS, cross_covariance
 from attnkit.surgery.timm.kept import fused
 
 TOKENS, MAPS, LAST = (2, 7, 12), (2, 12, 3, 5), (2, 3, 5, 12)
@@ -159,6 +159,24 @@ def test_what_attends_is_ours(name):
         assert all(not torch.allclose(*pair) for pair in pairs)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_under_autocast(name):
+    """In bfloat16, as far from theirs as theirs is from itself in float64, a few times over."""
+    model, given = layer(name)
+    exact = run(model.eval(), *given)[0]
+    model.float()
+    given = [g.float() if isinstance(g, torch.Tensor) else g for g in given]
+    outputs = []
+    for replaced in (False, True):
+        if replaced:
+            replace_attention(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(run(model, *given)[0].double())
+    theirs, ours = outputs
+    error = (theirs - exact).abs().max()
+    assert (ours - theirs).abs().max() < 4 * error + 0.02 * exact.abs().max()
+
+
 def test_heads_are_told_from_windows_and_images():
     for name, shape in {
         "timm.models.vision_transformer_sam:Attention": (2, 3, 15, 15),
@@ -190,3 +208,64 @@ def test_dropout_of_mixed_weights_is_refused():
         model[0].attn_drop.p = 0.1
         with pytest.raises(ValueError, match="cannot be converted: dropout of mixed weights"):
             replace_attention(model)
+
+
+CHANNELS = [name for name, forward in FORWARDS.items() if forward in OVER_CHANNELS]
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"score": "additive"}, "a score with weights for head_dim in attention over channels"),
+        ({"score": "general"}, "a score with weights for head_dim in attention over channels"),
+        ({"score": attnkit.learned_scores.GeneralScore}, "a score with weights for head_dim"),
+        ({"mask": torch.ones(4, 4, dtype=torch.bool)}, "a mask in attention over channels"),
+    ],
+)
+def test_changes_that_channels_cannot_take(name, change, message):
+    model, _ = layer(name)
+    theirs = model[0]
+    with pytest.raises(ValueError, match=f"0: .* cannot be converted: {message}"):
+        replace_attention(model, **change)
+    assert model[0] is theirs
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+@pytest.mark.parametrize("score", ["cosine", "gaussian", "dot"])
+def test_scores_that_channels_can_take(name, score):
+    model, given = layer(name)
+    replace_attention(model, score=score)
+    assert run(model, *given)[0].isfinite().all()
+
+
+def test_parts_that_are_set_are_theirs():
+    """Such as a head that is pruned, or a rate of dropout, of a module that stays."""
+    model, given = layer("timm.models.xcit:XCA")
+    replace_attention(model)
+    kept, before = model[0], model[0](*given)
+    new = nn.Linear(12, 36).double()
+    kept.qkv = new
+    kept.attn_drop = nn.Dropout(0.5)
+    kept.temperature = nn.Parameter(2 * kept.temperature.detach())
+    assert kept.theirs.qkv is kept.qkv is new
+    assert kept.theirs.attn_drop.p == 0.5
+    names = [name for name, _ in kept.named_parameters()]
+    assert "qkv.weight" not in names
+    assert "temperature" not in names
+    kept.eval()
+    assert not kept.theirs.training
+    assert not torch.allclose(kept(*given), before)
+    with torch.no_grad():
+        expected = cross_covariance(kept.theirs, nn.functional.scaled_dot_product_attention, *given)
+    torch.testing.assert_close(kept(*given), expected)
+
+
+def test_what_is_not_theirs_is_set_on_the_adapter():
+    model, _ = layer("timm.models.xcit:XCA")
+    replace_attention(model)
+    kept = model[0]
+    kept.training, kept.mask, kept.note = False, None, "mine"
+    assert kept.theirs.training
+    assert not hasattr(kept.theirs, "mask")
+    assert not hasattr(kept.theirs, "note")

@@ -156,8 +156,10 @@ def gated_by_position(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
     places = theirs.pos_proj(theirs.rel_indices).permute(0, 3, 1, 2)
     by_place = attend(torch.zeros_like(query), torch.zeros_like(key), value, places)
     gate = theirs.gating_param.sigmoid()[:, None, None]
-    output = attend(query, key, value, scale=theirs.scale).lerp(by_place, gate)
-    return _projected(theirs, output)
+    by_content = attend(query, key, value, scale=theirs.scale)
+    # `lerp` is not promoted under autocast, where the gate alone stays in float32
+    gate, by_place = gate.to(by_content.dtype), by_place.to(by_content.dtype)
+    return _projected(theirs, by_content + gate * (by_place - by_content))
 
 
 def asked_by_all_windows(
@@ -249,6 +251,8 @@ def of_some_channels(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
 
 MIXING = (talking_heads, of_maps, gated_by_position)
 """Where weights are mixed after softmax."""
+OVER_CHANNELS = (over_channels, cross_covariance)
+"""Where queries and keys are channels, as wide as there are tokens."""
 
 FORWARDS: dict[str, Forward] = {
     **dict.fromkeys(

@@ -93,6 +93,15 @@ class Kept(Adapter):
                 raise
             return getattr(theirs, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What is only theirs is set there, where their forward reads it."""
+        parts = vars(self).get("_modules", {})
+        own = vars(self).keys() | parts | vars(self).get("_parameters", {}).keys()
+        if name in own or hasattr(type(self), name) or not hasattr(parts.get("theirs"), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.theirs, name, value)
+
     def set_window_size(self, window_size: Any) -> None:
         self.theirs.set_window_size(window_size)
 
