@@ -483,6 +483,7 @@ def captioning():
         attnkit.ViTEncoder(**of_images, patch_size=4, dim=24, depth=1),
     ):
         yield called(encoder.check, images)
+        yield called(encoder.grid_of, images)
         yield called(encoder.forward, images)
     large = {"height": 96, "width": 160}
     encoder = attnkit.TimmEncoder("test_resnet", (96, 160), 18, dim=24)
@@ -510,6 +511,7 @@ def captioning():
             but = {"words": said, "heads": heads}
             yield called(attnkit.generate, decoder, memory, **options, but=but)
         captioner = attnkit.Captioner(attnkit.CNNEncoder(**cnn, dim=28), decoder)
+        yield called(captioner.grid_of, images)
         yield called(captioner.encode, images)
         yield called(captioner.forward, images, words)
         yield called(captioner.loss, images, words)
