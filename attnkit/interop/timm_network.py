@@ -44,6 +44,7 @@ def timm_network(
         ValueError: as `timm_backbone`; with `native`, a network of another kind: what it has that
             a `ViT` does not is named.
     """
+    # named above, as the launcher reads from a signature what it may fill in
     options |= {"image_size": image_size, "pretrained": pretrained, "weights": weights}
     network: Any = timm_backbone(name, in_channels, num_classes, drop_path=drop_path, **options)
     if not native:

@@ -269,3 +269,12 @@ def test_what_is_not_theirs_is_set_on_the_adapter():
     assert kept.theirs.training
     assert not hasattr(kept.theirs, "mask")
     assert not hasattr(kept.theirs, "note")
+
+
+def test_their_own_softmax_is_refused():
+    """People set `fused_attn` to False to read weights, and would lose a mask."""
+    model, given = layer("timm.models.nest:Attention")
+    replace_attention(model)
+    model[0].fused_attn = False
+    with pytest.raises(RuntimeError, match=r"fused_attn: expected True.*capture_attention"):
+        model[0](*given)

@@ -133,6 +133,16 @@ class Kept(Adapter):
 
 
 def fused(theirs: nn.Module, attend: Callable[..., Tensor], *given: Any, **named: Any) -> Any:
-    """The forward of a module that calls torch's function, which is ours meanwhile."""
+    """The forward of a module that calls torch's function, which is ours meanwhile.
+
+    Raises:
+        RuntimeError: `fused_attn` was set to False, as is usual to see weights: it would compute
+            attention itself.
+    """
+    if not getattr(theirs, "fused_attn", True):
+        raise RuntimeError(
+            "fused_attn: expected True, got False: attnkit computes this attention, and "
+            "attnkit.capture_attention gives its weights"
+        )
     with ComputedBy(attend):
         return theirs(*given, **named)
