@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import sys
 import warnings
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import attnkit
@@ -322,6 +324,15 @@ def test_wrong_folders(case, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         interop.VisionTower(weights=tmp_path, num_classes=5, **options)
+
+
+def test_weights_that_lack_a_tensor(folders, tmp_path):
+    shutil.copytree(folders("vit"), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    lost = next(name for name in tensors if name.endswith("layernorm_after.weight"))
+    save_file({n: t for n, t in tensors.items() if n != lost}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"weights: .* lacks layers\.0\.layernorm_after\.weight"):
+        interop.VisionTower(weights=tmp_path, num_classes=5)
 
 
 WRONG_CONFIGS = {

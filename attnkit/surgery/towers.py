@@ -44,10 +44,10 @@ class Swinv2(Towers):
         attention_mask: Tensor | None = None,
         output_attentions: bool | None = False,
     ) -> tuple[Tensor, ...]:
-        """attention_mask: [windows, tokens, tokens], 0 or −100, which theirs adds twice."""
+        """attention_mask: [windows, tokens, tokens], 0 or −100."""
         if attention_mask is not None:
             repeats = hidden_states.shape[0] // attention_mask.shape[0]
-            attention_mask = 2 * attention_mask[:, None].repeat(repeats, 1, 1, 1)
+            attention_mask = attention_mask[:, None].repeat(repeats, 1, 1, 1)
         return self.answer(hidden_states, attention_mask, output_attentions)
 
 

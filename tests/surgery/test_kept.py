@@ -9,7 +9,7 @@ from timm.layers import RelPosBias
 from torch import nn
 
 import attnkit
-from attnkit import replace_attention
+from attnkit import Hard, replace_attention
 from attnkit.surgery.timm.forwards import FORWARDS, MIXING, OVER_CHANNELS, cross_covariance
 from attnkit.surgery.timm.kept import fused
 
@@ -278,3 +278,11 @@ def test_their_own_softmax_is_refused():
     model[0].fused_attn = False
     with pytest.raises(RuntimeError, match=r"fused_attn: expected True.*capture_attention"):
         model[0](*given)
+
+
+def test_a_normalizer_that_draws_does_so_in_training_alone():
+    model, given = layer("timm.models.nest:Attention")
+    replace_attention(model, normalizer=Hard())
+    assert not torch.equal(model[0](*given), model[0](*given))
+    model.eval()
+    assert torch.equal(model[0](*given), model[0](*given))

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from attnkit import ViT
 from attnkit.lightning.errors import UserError
+from attnkit.lightning.protocols import Explained
 from attnkit.tasks.image_classification import ImageClassification, ImageFolderData
 from attnkit.tasks.images.decode import UndecodableImageError
 from attnkit.tasks.images.native import NativePaths, OwnSize, crop_patches
@@ -208,6 +210,17 @@ def test_a_page_has_the_maps_of_each_image_on_its_own_grid(folder, tmp_path_fact
     assert said == ("better than random" if better else "no better than random")
     gaps = found.arrays["gap_mask_relevance"]
     np.testing.assert_allclose(gaps.mean(), found.rows[0]["gap_mask"], rtol=1e-5)
+
+
+def test_one_of_several_sizes_is_a_batch_with_its_own_evidence():
+    sizes = ((10, 20), (15, 5))
+    images = [torch.rand(3, *size) for size in sizes]
+    masks = [torch.rand(size) > 0.5 for size in sizes]
+    explained = Explained(nn.Identity(), images, pictures=images, masks=masks, names=["a", "b"])
+    alone = explained.alone(1)
+    assert torch.equal(alone.inputs, images[1][None])
+    assert torch.equal(alone.masks, masks[1][None])
+    assert (alone.has_sizes, alone.name(0)) == (False, "b")
 
 
 def test_a_batch_judged_one_by_one_is_judged_as_a_batch():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from sklearn.datasets import load_digits
 from torch import nn
 from torch_geometric.data import Batch, Data
 from torchmetrics.functional.classification import binary_auroc
@@ -27,6 +28,7 @@ from attnkit.tasks.graphs import (
     GraphValues,
     NodeClassification,
 )
+from attnkit.tasks.graphs.whole.digit_grids import _grids
 from attnkit.tasks.graphs.whole.graphs import Graphs
 from attnkit.tasks.tokens import TokenLists, TokenSampler, cut
 
@@ -381,6 +383,15 @@ def test_the_digits_are_their_inked_pixels():
     assert steps.abs().amax(dim=0).eq(1).all()
     near = (rows[:, None] - rows).abs().maximum((columns[:, None] - columns).abs()) == 1
     assert int(near.sum()) == first.num_edges  # every neighbour with ink, in both directions
+
+
+def test_graphs_made_at_once_are_those_made_one_by_one():
+    ink = load_digits().images[:50] / 16
+    features, edges = _grids(ink)
+    for number in range(len(ink)):
+        alone = _grids(ink[number : number + 1])
+        assert torch.equal(features[number], alone[0][0])
+        assert torch.equal(edges[number], alone[1][0])
 
 
 # --- bad input ------------------------------------------------------------------------------------

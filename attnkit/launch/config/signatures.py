@@ -257,15 +257,37 @@ def _signature(node: ast.AST, module: Module, hops: int = 0) -> Signature | None
 
 
 def _inherited(node: ast.ClassDef, module: Module, hops: int) -> Signature | None:
-    """The first base class whose constructor can be read."""
+    """The constructor that Python finds behind a class's own; None: it cannot be read."""
+    ancestors = _ancestors(node, module, hops)
+    for found in ancestors:
+        if found is not None and _has_constructor(found[0]):
+            return _signature(*found, hops + 1)
+    return None if None in ancestors else Signature({})
+
+
+def _ancestors(
+    node: ast.ClassDef, module: Module, hops: int
+) -> list[tuple[ast.ClassDef, Module] | None]:
+    """The classes that a class is derived from as Python looks through them: base by base, and each
+    behind all that are derived from it. None: one that cannot be read."""
+    order: list[tuple[ast.ClassDef, Module] | None] = []
     for base in node.bases:
         text = ast.unparse(base)
-        if text == "object":
-            return Signature({})
         found = lookup(text, module) if "." not in text else None
-        if found is not None and (signature := _signature(*found, hops + 1)) is not None:
-            return signature
-    return None if node.bases else Signature({})
+        if text == "object":
+            continue
+        if found is None or not isinstance(found[0], ast.ClassDef) or hops > MAX_HOPS:
+            order.append(None)
+        else:
+            order += [(found[0], found[1]), *_ancestors(found[0], found[1], hops + 1)]
+    last = {id(found[0]): place for place, found in enumerate(order) if found}
+    return [f for place, f in enumerate(order) if f is None or last[id(f[0])] == place]
+
+
+def _has_constructor(node: ast.ClassDef) -> bool:
+    """Whether it is written in the class, or made of its fields."""
+    written = any(isinstance(n, ast.FunctionDef) and n.name == "__init__" for n in node.body)
+    return written or any("dataclass" in ast.unparse(d) for d in node.decorator_list)
 
 
 def _arguments(function: ast.FunctionDef, module: Module, *, bound: bool) -> Signature:
