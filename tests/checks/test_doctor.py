@@ -417,6 +417,35 @@ def test_nothing_is_wrong_on_this_machine():
     assert {"PyG GATConv", "torch flex", "nn.MultiheadAttention (fast path)"} <= names
 
 
+def test_what_is_slow_is_asked_no_more_when_its_seconds_are_over():
+    """A GPU compiles each case of FlexAttention, which takes many seconds."""
+    examination = Examination(next(iter(attentions("cpu"))), "cpu", "float32")
+    examination.ask(cases(quick=True), seconds=0.0)
+    assert examination.num_cases == 0
+    slow = {each.name for each in attentions("cuda") if each.is_slow}
+    assert slow == {"attnkit flex", "torch flex"}
+
+
+@pytest.mark.parametrize(
+    ("raised", "wrong"), [("No available kernel. Aborting", 0), ("illegal memory access", 1)]
+)
+def test_a_forced_kernel_of_torch_may_say_that_it_serves_no_single_token(
+    raised, wrong, monkeypatch
+):
+    """As cuDNN's does on an H200, with torch 2.11."""
+
+    def serves_several(query, key, value, attn_mask=None, **options):
+        if query.shape[2] == 1:
+            raise RuntimeError(raised)
+        return attention(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", serves_several)
+    forced = next(each for each in attentions("cpu") if each.name == NAME)
+    examination = Examination(forced, "cpu", "float32")
+    examination.ask([Case(queries=1, keys=1)])
+    assert len(examination.faults) == wrong
+
+
 def test_every_case_is_asked_of_somebody():
     """A case that all attentions refuse would check nothing."""
     examinations = [

@@ -64,7 +64,14 @@ def attentions(device: str) -> Iterator[Attention]:
     for name, place in PLACES.items():
         if place.normalizer is Softmax or name == "reference":
             lines = _attend(f'backend="{name}"')
-            yield Attention(f"attnkit {name}", lines, "import attnkit\n", is_ours=True, kernel=name)
+            yield Attention(
+                f"attnkit {name}",
+                lines,
+                "import attnkit\n",
+                is_ours=True,
+                kernel=name,
+                is_slow=name == "flex" and device == "cuda",  # compiled anew for each case
+            )
     yield Attention("attnkit auto", _attend(""), "import attnkit\n", is_ours=True, may_refuse=False)
     kinds = {"FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "efficient", "MATH": "math"}
     if device == "cuda":

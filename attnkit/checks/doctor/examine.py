@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf, log2
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -102,10 +102,14 @@ class Examination:
     def add(self, what: str, seen: str, program: str = "", verdict: str = "fail") -> None:
         self.faults.append(Fault(self.name, what, verdict, seen, program))
 
-    def ask(self, cases: Iterable[Case]) -> None:
-        """Hold each case to the definition. Of what is wrong in a column the first case is told,
-        made as small as it stays wrong. "auto" is kept from each kind that is wrong."""
+    def ask(self, cases: Iterable[Case], seconds: float = inf) -> None:
+        """Hold each case to the definition, and start none after so many seconds. For each column
+        the first case that is wrong is told, made as small as it stays wrong. "auto" is kept from
+        each kind that is wrong."""
+        started = perf_counter()
         for asked in cases:
+            if perf_counter() - started > seconds:
+                return
             case = self.here(asked)
             try:
                 found = self.differences(case)
@@ -119,11 +123,13 @@ class Examination:
                     self.tell(what, case, seen)
 
     def refused(self, case: Case, refusal: Refused) -> None:
-        """A refusal that is a fault: of an attention without anything, or of a number of tokens
-        where 64 are served."""
+        """Tell a refusal that is a fault: of an attention without a mask or bias, or of a number of
+        tokens where 64 are served. A forced kernel of torch may say that it does not serve it."""
         raised = refusal.__cause__
         self.reason = self.reason or str(refusal).splitlines()[0]
         if raised is None or self.attention.is_ours or self.has_raised:
+            return
+        if self.attention.may_refuse and "No available kernel" in str(raised):
             return
         plain = replace(case, queries=64, keys=64)
         is_plain = replace(plain, mask="none") == self.here(Case(trains=case.trains))
@@ -348,12 +354,12 @@ class Examination:
         new = self.here(replace(TINY, queries=NEW, keys=NEW))
         seconds = []
         for _ in range(4):
-            start = time.perf_counter()
+            start = perf_counter()
             try:
                 computed(self.attention, new)
             except Exception:  # refused, or told as a fault of the cases
                 return
-            seconds.append(time.perf_counter() - start)
+            seconds.append(perf_counter() - start)
         more = 1000 * (seconds[0] - min(seconds[1:]))
         self.cells["new shape"] = f"{max(more, 0):.0f} ms"
         # Apple's GPUs do not tell, and torch has one profiler

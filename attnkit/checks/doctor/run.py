@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import inf
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from attnkit.core.operators.precision import EXACT
 Progress = Callable[[float, str], None]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FEW = 6  # of the cases one in so many is asked in further dtypes, and of what is slow
+SLOW_SECONDS = 10.0  # a quick run starts no case of what is slow after these: a GPU compiles each
 
 
 def doctor(
@@ -95,7 +97,8 @@ def doctor(
         for number, examination in enumerate(todo):
             tell(number / len(todo), examination.name)
             is_first = examination.dtype == "float32" and not examination.attention.is_slow
-            examination.ask(asked if is_first else asked[::FEW])
+            seconds = SLOW_SECONDS if quick and examination.attention.is_slow else inf
+            examination.ask(asked if is_first else asked[::FEW], seconds)
             if is_first:
                 examination.properties()
                 examination.dropout()

@@ -1,4 +1,4 @@
-"""What the doctor finds on the device, in half a minute."""
+"""What the doctor finds on the device, in a minute."""
 
 import argparse
 from collections.abc import Iterator

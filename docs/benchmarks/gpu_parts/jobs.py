@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ AT_ONCE = 5
 SHORT = ["trainer.max_epochs=3"]
 
 
-def jobs(trainer: str) -> dict[str, list[str]]:
+def jobs(trainer: str, photos: Path) -> dict[str, list[str]]:
     gpu = f"trainer={trainer}"
     return {
         "task=vit": ["task=vit", gpu, *SHORT],
@@ -39,6 +40,20 @@ def jobs(trainer: str) -> dict[str, list[str]]:
         "task=captioning, compile": [
             "task=captioning", gpu, "data.num_train=2000", "trainer.max_epochs=1", "compile=true",
         ],
+        "task=segmentation, bf16-mixed": [
+            "task=segmentation", gpu, "precision=bf16-mixed", "data.num_train=2000",
+            "trainer.max_epochs=2",
+        ],
+        "task=segmentation, queries": [
+            "task=segmentation", gpu, "decoder=queries", "data.num_train=1000",
+            "trainer.max_epochs=1",
+        ],
+        "task=vit, native sizes": [
+            "task=vit", gpu, "data=image_folder", f"data.root={photos}", "data.native=true",
+            "data.patch_size=8", "trainer.max_epochs=2",
+        ],
+        "task=graph, level=graph": ["task=graph", gpu, "level=graph", *SHORT],
+        "task=graph, level=link": ["task=graph", gpu, "level=link", "trainer.max_epochs=20"],
         "run=check": ["run=check", "task=vit", gpu],
         "run=bench": ["run=bench", "task=vit", gpu],
     }  # fmt: skip
@@ -48,7 +63,8 @@ def rows(device: str, arguments: argparse.Namespace) -> Iterator[dict]:
     trainer, some = ("gpu", slice(None)) if device == "cuda" else ("cpu", slice(1))
     folder = arguments.folder.resolve() / "runs"
     folder.mkdir(exist_ok=True)
-    every = list(jobs(trainer).items())[some]
+    photos = cut_photographs(folder / "photographs")
+    every = list(jobs(trainer, photos).items())[some]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield from pool.map(lambda item: job(*item, folder), every)
         modes = [[], ["trainer.deterministic=true"]] if device == "cuda" else []
@@ -56,6 +72,24 @@ def rows(device: str, arguments: argparse.Namespace) -> Iterator[dict]:
     vit = folder / "task=vit"
     yield job("run=test", ["run=test", f"ckpt={vit}", f"trainer={trainer}"], folder)
     yield job("run=explain", ["run=explain", f"ckpt={vit}"], folder)
+
+
+def cut_photographs(root: Path) -> Path:
+    """Pieces of scikit-learn's two photographs, each of another size, as root/<name>/*.png."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    generator = random.Random(0)
+    for name, photograph in zip(("china", "flower"), load_sample_images().images, strict=True):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(photograph)
+        for number in range(60):
+            width, height = generator.randint(32, 128), generator.randint(32, 128)
+            left = generator.randint(0, picture.width - width)
+            top = generator.randint(0, picture.height - height)
+            piece = picture.crop((left, top, left + width, top + height))
+            piece.save(root / name / f"{number}.png")
+    return root
 
 
 def command(*options: str) -> list[str]:
