@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from attnkit.core.lazy import lazy
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from attnkit import checks, finetune, interop, interpret, lightning, metrics
