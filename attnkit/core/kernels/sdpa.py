@@ -317,7 +317,7 @@ class Cudnn(Sdpa):
 
 def _is_short(inputs: Inputs) -> bool:
     """Whether flash's and cuDNN's blocks of queries and keys would be mostly empty: on an H200 at
-    64 tokens cuDNN takes 1.4 times as long as `efficient` for forward and backward, flash 2.5
+    64 tokens cuDNN takes 1.3 times as long as `efficient` for forward and backward, flash 2.1
     times; at 128 cuDNN is the fastest, flash takes 1.2 times as long (docs/benchmarks.md)."""
     return max(inputs.num_queries, inputs.num_keys) <= 64
 
