@@ -45,7 +45,7 @@ def range_of(depths: Mapping[str, Depth]) -> list[float] | None:
         ranges[kind] = next(iter(found)), chosen
     if len({tuple(chosen) for _, chosen in ranges.values()}) > 1:
         named = " and ".join(
-            f"{path} holds {kind}, {_span_text(chosen)}" for kind, (path, chosen) in ranges.items()
+            f"{path} holds {kind}, {_text(chosen)}" for kind, (path, chosen) in ranges.items()
         )
         raise UserError(
             f"data: {named}\n  bring them to one kind, or set data.value_range=[low,high]"
@@ -80,10 +80,10 @@ def lines(
         span = [min(one[1] for one in found.values()), max(one[2] for one in found.values())]
         outside = sum(one[1] < low or one[2] > high for one in found.values())
         if outside or not brief:
-            line = f"{split}: {files} {kind}, {_span_text(span)}; {_span_text((low, high))} becomes 0 to 255"
+            line = f"{split}: {files} {kind}, {_text(span)}; {_text((low, high))} becomes 0 to 255"
             line += f", and what is outside, in {outside:,}, is cut off" if outside else ""
             yield f"{line} (value_range=[{low:g},{high:g}])"
 
 
-def _span_text(span: Sequence[float]) -> str:
+def _text(span: Sequence[float]) -> str:
     return f"{span[0]:g} to {span[1]:g}"

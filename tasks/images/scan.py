@@ -60,7 +60,7 @@ def read_splits(
     area = None
     if crop_min_area is not None and "train" in splits:
         area = least_area(size, crop_min_area)
-        needed += 2 * 3 * len(first) * mean_area(first, area)  # twice, because they are joined into one tensor
+        needed += 2 * 3 * len(first) * mean_area(first, area)  # twice while being joined
     keep = needed <= memory_bytes(data.memory_gb, data.trainer)
     found: dict[str, tuple[ImageSet, Tensor]] = {}
     there: dict[str, list[str]] = {}
