@@ -1,4 +1,4 @@
-"""Image captioning: data modules of captioned images, tokenizers, and scenes made from a seed."""
+"""Image captioning: data modules, tokenizers, the module, and generated scenes."""
 
 from attnkit.tasks.captioning.caption_csv import CaptionCsvData as CaptionCsvData
 from attnkit.tasks.captioning.coco import CocoCaptionsData as CocoCaptionsData

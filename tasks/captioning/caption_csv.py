@@ -1,4 +1,4 @@
-"""A table of image files and captions."""
+"""Data module of a CSV table of image files and captions."""
 
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,18 @@ from attnkit.tasks.images.table import Table, split_in
 class CaptionCsvData(CaptionFilesData):
     """A CSV file with a header and a row per caption: `image,caption`.
 
-    An image with several captions has several rows. Other columns are not read. Captions that hold
-    commas are in quotes, as every program that writes CSV puts them. A row is one line: one whose
-    quotes do not end in it is a problem of that line, and never takes the lines after it with it.
+    An image with several captions has several rows. Other columns are not read. A caption that
+    holds commas stands in quotes, as CSV writers put it. A row is one line: quotes that do not end
+    in their line are reported as a problem of that line, and the next line is read as usual.
 
     Args:
         table: the CSV file, in UTF-8.
-        images: the folder that paths of images start from; None: that of the table.
+        images: the folder that the paths of images are relative to; None: the folder of the table.
         image_column: name of the column of paths; spaces around names in the header do not count.
         caption_column: name of the column of captions.
-        split_column: name of a column that says train, val or test (or another usual spelling) of
-            each row, the same for all rows of an image; None: val and test are taken from train.
-        delimiter: what separates the columns.
+        split_column: name of a column that holds train, val or test (or another usual spelling),
+            the same for all rows of an image; None: val and test are taken from train.
+        delimiter: the character between two columns.
         **options: the arguments of `CaptionFilesData` and `CaptionDataModule`.
 
     Raises:
@@ -77,7 +77,7 @@ class CaptionCsvData(CaptionFilesData):
                 entry = entries.setdefault(name, Entry(str(self.folder / name), [], name, where))
                 entry.captions.append(caption)
                 if wordless(caption):
-                    entry.where = where  # of the row to name
+                    entry.where = where  # the row that the error names
         for name, entry in entries.items():
             found.add(splits[name], entry)
         return found

@@ -1,4 +1,4 @@
-"""COCO's captions: annotation files and folders of images."""
+"""Data module of COCO's captions: annotation files and folders of images."""
 
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,21 @@ _EXPECTED = "COCO's annotations, {images: [{id, file_name}], annotations: [{imag
 
 
 class CocoCaptionsData(CaptionFilesData):
-    """COCO's `captions_train2017.json` and `train2017/`, or anything in that form.
+    """COCO's `captions_train2017.json` and `train2017/`, or other data in that form.
 
     A file is `{"images": [{"id", "file_name"}, …], "annotations": [{"image_id", "caption"}, …]}`;
-    what else it holds is not read. A split whose file is not given is taken from train.
+    other keys are not read. A split whose file is not given is taken from train.
 
     Source: Chen et al., Microsoft COCO Captions, 2015. The captions of its test images are not
-    published, so papers test on a part of the others (see `KarpathyData`).
+    published, so papers test on a part of the validation images (see `KarpathyData`).
 
     Args:
         annotations: the JSON file of the training images.
-        images: the folder that their `file_name`s are in.
-        val_annotations: the same of the validation images.
-        val_images: their folder; None: `images`.
-        test_annotations: the same of the test images.
-        test_images: their folder; None: `images`.
+        images: the folder of the training images, which each `file_name` is relative to.
+        val_annotations: the JSON file of the validation images.
+        val_images: the folder of the validation images; None: `images`.
+        test_annotations: the JSON file of the test images.
+        test_images: the folder of the test images; None: `images`.
         **options: the arguments of `CaptionFilesData` and `CaptionDataModule`.
 
     Raises:
@@ -91,8 +91,8 @@ def _read(found: Entries, split: str, file: Path, folder: Path) -> None:
             if key not in entries:
                 raise UserError(f"data: {where}: no image has the id {key}")
             caption = value_of(annotation, "caption", str, where)
-            if said := wordless(caption):
-                raise UserError(f"data: {where}: {said} of image {key}")
+            if problem := wordless(caption):
+                raise UserError(f"data: {where}: {problem} of image {key}")
             entries[key].captions.append(caption)
     for entry in entries.values():
         found.add(split, entry)

@@ -29,27 +29,28 @@ MAX_DEFAULT_WORDS = 32
 class CaptionDataModule(SplitImages):
     """Captioned images in up to three splits; a subclass reads them in `load()`.
 
-    A batch is the dict of `CaptionSet`: `image` uint8 [batch, 3, image_size, image_size], `words`
-    int64 [batch, max_words] and `references`, all captions of each image. In training, `words` is
-    one caption of each image, drawn anew in every epoch by the seed alone; in validation and test
-    it is the first. Splits that `load()` does not give are taken from train, by image.
+    A batch is the dict that `CaptionSet` returns: `image` uint8 [batch, 3, image_size, image_size],
+    `words` int64 [batch, max_words] and `references`, all captions of each image. In training,
+    `words` is one caption of each image, drawn anew in every epoch from the seed alone; in
+    validation and test it is the first caption. Splits that `load()` does not return are taken from
+    train, by image.
 
-    The tokenizer is learned from the training captions, unless the module in the trainer brings
-    one: then it is that module's `vocabulary`, as its `max_words`. Under several processes each
-    reads its own part: training images are repeated to make the parts equal, others never are.
+    The tokenizer is learned from the training captions, unless the module in the trainer has one:
+    its `vocabulary` and `max_words` are then used. Each of several processes reads its own part of
+    the data: training images are repeated to make the parts equal, other images never are.
 
     Args:
-        max_words: length of `words`, start and end included; longer captions lose their end, which
-            the summary says. None: the longest training caption, but 32 at most.
+        max_words: length of `words`, start and end included; longer captions lose their end, and
+            the summary counts them. None: the longest training caption, but 32 at most.
         min_count: how often a word must occur in the training captions to get a number.
         tokenizer: "words", or "bpe", which needs the extra `bpe`.
-        bpe_size: with "bpe", how many numbers; None: 8,000.
+        bpe_size: with "bpe", the size of the vocabulary; None: 8,000.
         **options: `image_size`, `value_range`, `batch_size`, `num_workers`, `val_fraction`,
             `test_fraction` and `seed`, as in `SplitImages`.
 
     Raises:
         ValueError: an argument out of range.
-        UserError: in `setup`, if there is nothing to learn from.
+        UserError: in `setup`, if no word occurs `min_count` times.
     """
 
     shuffled = EpochSampler
@@ -81,10 +82,10 @@ class CaptionDataModule(SplitImages):
 
     @abstractmethod
     def load(self) -> Mapping[str, CaptionSet]:
-        """The splits there are: "train" and maybe "val" and "test", or what `test_splits` names."""
+        """Return the sets by split: "train", and if they exist "val" and each of `test_splits`."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split, and learn the tokenizer; once, and for all stages alike.
+        """Load and split the data and learn the tokenizer, once for all stages.
 
         The tokenizer of a module that is added to the trainer later replaces the learned one.
         """
@@ -115,7 +116,7 @@ class CaptionDataModule(SplitImages):
         return self._tokenizer
 
     def describe(self) -> dict[str, Any]:
-        """What a model and a captioning module need to know; plain values, after `setup`."""
+        """Return, after `setup`, the plain values that a model and a captioning module need."""
         mean, std = self.sets["train"].images.mean_and_std() if self.sets else ([], [])
         return {
             "image_size": self.image_size,
@@ -131,7 +132,7 @@ class CaptionDataModule(SplitImages):
         }
 
     def summary(self) -> list[str]:
-        """What was found, in a few lines; after `setup`."""
+        """Return, after `setup`, a few lines that describe the data."""
         counts = {split: len(images) for split, images in self.sets.items()}
         captions = {s: sum(map(len, images.captions)) for s, images in self.sets.items()}
         found = ", ".join(f"{count:,} {split}" for split, count in captions.items())
@@ -145,12 +146,12 @@ class CaptionDataModule(SplitImages):
         ]
 
     def _lengths(self) -> list[int]:
-        """How many words each training caption has, start and end included."""
+        """Return the number of words of each training caption, start and end included."""
         captions = chain.from_iterable(self.sets["train"].captions)
         return [2 + len(self.tokenizer.encode(caption)) for caption in captions]
 
     def _cut(self) -> list[str]:
-        """A line about the training captions that are longer than `max_words`, if there are any."""
+        """Return a line about the training captions longer than `max_words`, if there are any."""
         lengths = self._lengths()
         longer = sum(length > (self.max_words or 0) for length in lengths)
         return [
@@ -175,7 +176,7 @@ class CaptionDataModule(SplitImages):
         return tokenizer
 
     def split_rows(self, train: CaptionSet, fractions: Sequence[float]) -> list[Tensor]:
-        """These fractions of the images, drawn by the seed."""
+        """Split the images at random, from the seed, into the rest and these fractions."""
         counts = [round(fraction * len(train)) for fraction in fractions]
         generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(len(train), generator=generator)

@@ -1,4 +1,4 @@
-"""Scenes as pictures: anti-aliased shapes, real handwriting, textures, and where each thing is."""
+"""Draw scenes as pictures: anti-aliased shapes, handwritten digits, textures, and masks."""
 
 import math
 from functools import lru_cache
@@ -20,11 +20,11 @@ RGB = {
     "purple": (125, 50, 175),
     "pink": (250, 120, 185),
 }
-# Of the side of the image.
+# Lengths are shares of the side of the image.
 _DIAMETER = {"small": (0.29, 0.33), "large": (0.41, 0.46)}
 _CONTAINER_DIAMETER = (0.68, 0.76)
-_BORDER = 0.1  # of a container's diameter
-_PALE = 0.2
+_BORDER = 0.1  # share of a container's diameter
+_PALE = 0.2  # strength of a container's colour inside its border
 _MARGIN = 0.02
 _GAP = 0.04
 _COLOUR_JITTER = 10
@@ -36,7 +36,8 @@ _LUMA = (0.299, 0.587, 0.114)
 
 
 class Picture(NamedTuple):
-    """image uint8 [3, side, side], masks bool [2, side, side]: the pixels where a thing is seen."""
+    """A picture, uint8 [3, side, side], and masks of the visible pixels of its two things, bool
+    [2, side, side]."""
 
     image: np.ndarray
     masks: np.ndarray
@@ -47,14 +48,14 @@ def draw(scene: Scene, side: int, digits: dict[str, np.ndarray], random: Random)
 
     Args:
         scene: what to draw.
-        side: of the picture, in pixels.
-        digits: name of a digit to uint8 [images, 8, 8], of which one is taken.
-        random: where from; a picture takes what it draws from `random.random()` alone.
+        side: side of the picture in pixels.
+        digits: maps the name of a digit to images, uint8 [images, 8, 8]; one of them is drawn.
+        random: source of randomness; only `random.random()` is called.
     """
     canvas = _background(side, random)
     masks = np.zeros((2, side, side), dtype=bool)
     boxes = _places(scene, side, random)
-    for number in (1, 0):  # what is inside comes last
+    for number in (1, 0):  # the inner thing is drawn last
         thing, (left, top, diameter) = scene["objects"][number], boxes[number]
         cover, angle = _cover(thing, diameter, digits, random)
         area = np.s_[top : top + diameter, left : left + diameter]
@@ -70,7 +71,7 @@ def draw(scene: Scene, side: int, digits: dict[str, np.ndarray], random: Random)
 
 
 def _background(side: int, random: Random) -> np.ndarray:
-    """A light shade, brighter to one side."""
+    """Return a light background that is brighter on one side."""
     shade = 222 + 20 * random.random() + 8 * (_numbers(random, 3) - 0.5)
     across, down = 24 * (_numbers(random, 2) - 0.5)
     ramp = np.linspace(-0.5, 0.5, side)
@@ -78,7 +79,7 @@ def _background(side: int, random: Random) -> np.ndarray:
 
 
 def _places(scene: Scene, side: int, random: Random) -> list[tuple[int, int, int]]:
-    """(left, top, diameter) of the squares that hold the two things, in pixels."""
+    """Return (left, top, diameter) in pixels of the squares that hold the two things."""
     ranges = [_DIAMETER[str(thing["size"])] for thing in scene["objects"]]
     first, second = (_between(random, *limits) for limits in ranges)
     if scene["relation"] == "inside":
@@ -86,8 +87,8 @@ def _places(scene: Scene, side: int, random: Random) -> list[tuple[int, int, int
         x, y = (_between(random, second / 2 + _MARGIN, 1 - _MARGIN - second / 2) for _ in "xy")
         centres = [(x, y), (x, y)]
     else:
-        # Along the relation each keeps to its side of a line near the middle; across it, they are
-        # at most half as far apart.
+        # Along the axis of the relation each thing stays on its side of a line near the middle;
+        # across it the two are at most half as far apart.
         low, high = _MARGIN + first + _GAP / 2, 1 - _MARGIN - second - _GAP / 2
         line = _between(random, max(low, 0.46), min(high, 0.54))
         start = _between(random, _MARGIN + first / 2, line - _GAP / 2 - first / 2)
@@ -109,7 +110,7 @@ def _places(scene: Scene, side: int, random: Random) -> list[tuple[int, int, int
 def _cover(
     thing: Thing, diameter: int, digits: dict[str, np.ndarray], random: Random
 ) -> tuple[np.ndarray, int]:
-    """How much of each pixel a thing covers, float [diameter, diameter] in [0, 1]; its angle."""
+    """Return the share of each pixel that a thing covers, [diameter, diameter], and its angle."""
     kind = str(thing["kind"])
     if kind not in DIGITS:
         angle = choose(random, _ANGLES)
@@ -118,12 +119,12 @@ def _cover(
     ink = np.pad(images[int(random.random() * len(images))], 1)
     size = (diameter, diameter)
     grown = Image.fromarray(ink).resize(size, Image.Resampling.BICUBIC, _DIGIT_BOX)
-    # Ink fades over a whole pixel of the small image; this makes the strokes' edges crisp again.
+    # Enlarged ink fades over a whole pixel of the small image; this sharpens the strokes.
     return ((np.asarray(grown) - 80.0) / 70).clip(0, 1), 0
 
 
 def _hollow(kind: str, diameter: int, angle: int) -> np.ndarray:
-    """How strong a container's colour is: fully on its border, pale where it shows a thing."""
+    """Return the strength of a container's colour: 1 on its border, `_PALE` inside."""
     border = max(1, round(_BORDER * diameter))
     strength = np.ones((diameter, diameter))
     room = np.s_[border : diameter - border, border : diameter - border]
@@ -132,7 +133,7 @@ def _hollow(kind: str, diameter: int, angle: int) -> np.ndarray:
 
 
 def _painted(thing: Thing, diameter: int, random: Random) -> np.ndarray:
-    """The colour of each pixel of a thing, float [diameter, diameter, 3]."""
+    """Return the colour of each pixel of a thing, float [diameter, diameter, 3]."""
     colour = np.array(RGB[str(thing["colour"])]) + _COLOUR_JITTER * (2 * _numbers(random, 3) - 1)
     if thing["texture"] == "plain":
         return np.broadcast_to(colour, (diameter, diameter, 3))
@@ -146,7 +147,7 @@ def _painted(thing: Thing, diameter: int, random: Random) -> np.ndarray:
 def _shape(kind: str, diameter: int, angle: int) -> np.ndarray:
     large = _OVERSAMPLING * diameter
     image = Image.new("L", (large, large))
-    # Whole pixels, so that no last bit of a cosine decides.
+    # Corners are rounded to pixels, so that rounding errors of a cosine change nothing.
     points = [
         (round((large - 1) / 2 * (1 + x)), round((large - 1) / 2 * (1 + y)))
         for x, y in _turned(_outline(kind), angle)
@@ -157,7 +158,7 @@ def _shape(kind: str, diameter: int, angle: int) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _texture(name: str, diameter: int, angle: int) -> np.ndarray:
-    """The share of the second colour in each pixel."""
+    """Return the share of the second colour in each pixel."""
     large = _OVERSAMPLING * diameter
     places = (np.arange(large) + 0.5) / large - 0.5
     x, y = np.meshgrid(places, places)
@@ -171,7 +172,7 @@ def _texture(name: str, diameter: int, angle: int) -> np.ndarray:
 
 
 def _outline(kind: str) -> list[tuple[float, float]]:
-    """The corners of a shape in [-1, 1]², y downwards."""
+    """Return the corners of a shape in [-1, 1]², y downwards."""
     if kind == "circle":
         return [_polar(1, 360 * n / 64) for n in range(64)]
     if kind == "square":

@@ -1,4 +1,4 @@
-"""Captioned image files: the part that all formats share."""
+"""What all data modules of captioned image files share: entries, their problems, reading JSON."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from attnkit.tasks.tokens import EpochTokenSampler
 
 @dataclass
 class Entry:
-    """One image of a list: its file, captions and name, and its place in the list."""
+    """An image of a list: its file, captions and name, and its place in the list."""
 
     path: str
     captions: list[str]
@@ -31,10 +31,10 @@ class Entry:
 
 @dataclass
 class Entries:
-    """What a reader found: entries by split, and problems, a line each, in the order of the file.
+    """The entries that a reader found, by split, and the problems, a line each, in file order.
 
-    A few of them may be broken rows of a table, one or 1 %, as a few files of train may be: public
-    tables have such rows.
+    `broken` holds the problems that are rows with a wrong number of columns. One such row, or 1 %
+    of the table, is tolerated, because public tables have such rows.
     """
 
     splits: dict[str, list[Entry]] = field(default_factory=dict)
@@ -44,21 +44,20 @@ class Entries:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """What is wrong with an item is noted as a problem, and the item left out."""
+        """Record a `UserError` raised in this block as a problem, and go on without the item."""
         try:
             yield
         except UserError as error:
             self.problems.append(str(error).removeprefix("data: "))
 
     def add(self, split: str, entry: Entry) -> None:
-        """Add an entry. A missing file and a caption that is missing or has no words are noted as
-        problems."""
+        """Add an entry; record a missing file and a missing or wordless caption as problems."""
         captions = [caption for caption in entry.captions if not wordless(caption)]
         if not (there := os.path.isfile(entry.path)):
             self.problems.append(f"{entry.where}: no such image: {entry.path}")
         if len(captions) < len(entry.captions):
-            said = next(filter(None, map(wordless, entry.captions)))
-            self.problems.append(f"{entry.where}: {said} of {entry.id}")
+            problem = next(filter(None, map(wordless, entry.captions)))
+            self.problems.append(f"{entry.where}: {problem} of {entry.id}")
         elif not captions:
             self.problems.append(f"{entry.where}: no caption of {entry.id}")
         if there and captions:
@@ -70,29 +69,28 @@ class CaptionFilesData(KeepsSizes, CaptionDataModule):
 
     Images may have any size and mode: the centre square is used, resized to `image_size` (default:
     the median short side of the training images, at most 224). Pixels stay in memory if all splits
-    fit in `memory_gb`, as in `ImageFolderData`; else files are decoded in `num_workers` processes
-    whenever a batch needs them. Nothing is written beside the images.
+    fit in `memory_gb`, as in `ImageFolderData`; otherwise files are decoded in `num_workers`
+    processes whenever a batch needs them. Nothing is written beside the images.
 
-    Batches of val and test have, besides what `CaptionDataModule` says, `path` and `id`, lists of
-    str: the file, and its name in the list.
+    Batches of val and test also have `path` and `id`, lists of str: the file, and its name in the
+    list.
 
     Args:
-        skip_corrupt: leave out what is wrong: rows or items of the list that cannot be read, images
-            that are missing or cannot be decoded, and captions that are empty or have no words; the
-            first of them are named, with their line or place. Else each is an error, but for a few,
-            which are named all the same: rows with too few or too many columns, if they are one or
-            at most 1 % of a table, and files that cannot be decoded, if they are at most 1 % of
-            train.
+        skip_corrupt: leave out rows or items of the list that cannot be read, images that are
+            missing or cannot be decoded, and captions that are empty or have no words; the first of
+            them are printed with their place. Otherwise each is an error, with two exceptions that
+            are printed and left out: rows with too few or too many columns, if they are one or at
+            most 1 % of a table, and files that cannot be decoded, if they are at most 1 % of train.
         memory_gb: gigabytes (10⁹ bytes) of pixels that this process may hold; None: half of what is
             available, shared between the processes of this machine.
-        native: images keep their size and proportion, and `image` of a batch is a list of them, for
-            a `ViTEncoder`, whose `image_size` is then only that whose positions are learned.
-        max_tokens, max_image_tokens, patch_size: with `native`, as of `ImageFolderData`.
+        native: images keep their size and aspect ratio, and `image` of a batch is a list of them,
+            for a `ViTEncoder`; its `image_size` is then only the size whose positions are learned.
+        max_tokens, max_image_tokens, patch_size: with `native`, as in `ImageFolderData`.
         **options: the arguments of `CaptionDataModule`.
 
     Raises:
-        ValueError: a file or folder that is named is not there, or an argument is out of range.
-        UserError: in `setup`, if the list or its files are not as described.
+        ValueError: a given file or folder does not exist, or an argument is out of range.
+        UserError: in `setup`, if the list or its files cannot be read, or no image has a caption.
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class CaptionFilesData(KeepsSizes, CaptionDataModule):
 
     @abstractmethod
     def entries(self) -> Entries:
-        """What the list holds, by split."""
+        """Read the list and return its entries by split."""
 
     def load(self) -> Mapping[str, CaptionSet]:
         found = self.entries()
@@ -135,7 +133,7 @@ class CaptionFilesData(KeepsSizes, CaptionDataModule):
         return sets
 
     def _report(self, found: Entries) -> None:
-        """Print what may be left out, else raise the first problem."""
+        """Print the problems that may be left out; raise the first one otherwise."""
         few = len(found.broken) <= max(1, found.rows // 100)
         problems = [line for line in found.problems if not few or line not in found.broken]
         if problems and not self.skip_corrupt:
@@ -146,21 +144,21 @@ class CaptionFilesData(KeepsSizes, CaptionDataModule):
 
 
 def wordless(caption: str) -> str:
-    """What is wrong with a caption that has no word: no letter or digit. Nothing, if it has one.
+    """Return the problem of a caption without a letter or digit; "" if it has one.
 
-    The metrics read words only (`words_of`), so that all others have a score of 0.
+    The metrics read words only (`words_of`): a caption without words always has a score of 0.
     """
     if any(map(str.isalnum, caption)):
         return ""
-    said = caption.strip()
-    return f"a caption without words ({said!r:.40})" if said else "an empty caption"
+    text = caption.strip()
+    return f"a caption without words ({text!r:.40})" if text else "an empty caption"
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The object that a JSON file holds.
+    """Read a JSON file and return its object.
 
     Raises:
-        UserError: the file is not JSON, or holds no object. It names the file and the line.
+        UserError: the file is not JSON, or holds no object. The error names the file and the line.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -177,7 +175,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def items_of(found: Any, key: str, where: str) -> list[Any]:
-    """`found[key]`, which must be a list."""
+    """Return `found[key]`; raise UserError unless it is a list."""
     items = _object(found, where).get(key)
     if not isinstance(items, list):
         raise UserError(f"data: {where}: expected a list {key!r}, got {_shown(items)}")
@@ -185,7 +183,7 @@ def items_of(found: Any, key: str, where: str) -> list[Any]:
 
 
 def value_of(item: Any, key: str, kinds: Any, where: str) -> Any:
-    """`item[key]`, which must be text (`str`) or a number or text (`(int, str)`)."""
+    """Return `item[key]`; raise UserError unless it is of `kinds`: `str` or `(int, str)`."""
     value = _object(item, where).get(key)
     if not isinstance(value, kinds) or isinstance(value, bool):
         expected = "text" if kinds is str else "a number or text"

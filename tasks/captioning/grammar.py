@@ -1,7 +1,7 @@
-"""The language of the scenes: captions are written from a small grammar, and read back with it.
+"""The grammar of the scenes' captions: it writes captions and parses them.
 
 A caption is a skeleton, such as "there is X to the left of Y", in which X and Y are noun phrases,
-such as "a small striped red square". One table of skeletons serves for writing and for reading.
+such as "a small striped red square". Writing and parsing use the same table of skeletons.
 """
 
 from collections.abc import Collection, Iterator
@@ -42,7 +42,7 @@ _OTHER_WORD_SHARE = 0.3
 _FILLER = "handwritten"  # may stand before a digit
 _ARTICLES = ("a", "an")
 
-# Word to (attribute, value). "plain" can be read, but is left unsaid when captions are written.
+# Maps a word to (attribute, value). "plain" can be parsed, but is never written.
 _MEANING = {
     word: (attribute, name)
     for attribute, names in zip(ATTRIBUTES, (KINDS, COLOURS, SIZES, TEXTURES), strict=True)
@@ -50,7 +50,7 @@ _MEANING = {
     for word in (name, *_OTHER_WORDS.get(name, ()))
 }
 
-# X is the thing named first. A relation is X's to Y.
+# X is the thing named first, Y the second. The key is the relation of X to Y.
 _PHRASES = {
     "left of": ("left of", "to the left of", "on the left of"),
     "right of": ("right of", "to the right of", "on the right of"),
@@ -88,13 +88,13 @@ def _skeletons() -> Iterator[tuple[str, str]]:
 
 RELATION_OF = dict(_skeletons())
 _SKELETONS_OF = {
-    relation: tuple(s for s, said in RELATION_OF.items() if said == relation)
+    relation: tuple(s for s, other in RELATION_OF.items() if other == relation)
     for relation in INVERSE
 }
 
 
 def captions_of(scene: Scene, random: Random, count: int = CAPTIONS) -> list[str]:
-    """`count` different captions, each of which says all of the scene; "plain" is left unsaid."""
+    """Return `count` different captions, each of the whole scene; "plain" is not mentioned."""
     found: dict[str, None] = {}
     while len(found) < count:
         relation, things = scene["relation"], scene["objects"]
@@ -107,40 +107,41 @@ def captions_of(scene: Scene, random: Random, count: int = CAPTIONS) -> list[str
 
 
 def parse_caption(text: str) -> Scene | None:
-    """The scene that a caption describes, or None if it is none of the grammar.
+    """Return the scene that a caption describes, or None if the grammar does not produce it.
 
-    Whichever thing is named first, the scene is the same: "A right of B" is read as "B left of A".
-    An unsaid texture is plain; a colour or size that is not said is None.
+    The order of the two things does not matter: "A right of B" is read as "B left of A". A texture
+    that is not mentioned is plain; a colour or size that is not mentioned is None.
     """
     read = _read(text)
     return None if read is None else read.scene
 
 
 def is_right(caption: str, scene: Scene, of: Collection[str] = OBJECTS_COLOURS_RELATION) -> bool:
-    """Whether a caption says of a scene what `of` lists, and says it rightly.
+    """Return True if a caption mentions the attributes in `of` of a scene, all correctly.
 
     Args:
-        caption: any text. A text outside the grammar is wrong.
-        scene: as in a batch's `scene`.
+        caption: any text. False is returned for a text outside the grammar.
+        scene: an item of a batch's `scene`.
         of: some of "kind", "colour", "size", "texture", "relation" (`EVERYTHING` is all of them).
             Without "relation", the two things may be named in either role.
     """
-    said = parse_caption(caption)
-    if said is None or ("relation" in of and said["relation"] != scene["relation"]):
+    parsed = parse_caption(caption)
+    if parsed is None or ("relation" in of and parsed["relation"] != scene["relation"]):
         return False
     names = [name for name in ATTRIBUTES if name in of]
-    orders = [said["objects"]] if "relation" in of else [said["objects"], said["objects"][::-1]]
+    things = parsed["objects"]
+    orders = [things] if "relation" in of else [things, things[::-1]]
     shown = [_get(thing, *names) for thing in scene["objects"]]
-    return any([_get(thing, *names) for thing in things] == shown for things in orders)
+    return any([_get(thing, *names) for thing in order] == shown for order in orders)
 
 
 def words_of_objects(caption: str, scene: Scene | None = None) -> list[tuple[int, int]]:
-    """Which words name which thing: pairs (number of the word, number of the object), in order.
+    """Return which words name which object: sorted pairs (index of the word, index of the object).
 
-    Words are those of `words_of(caption)`, so word i is at place i + 1 of a batch's `words`, after
-    the start. They are the nouns and colours alone. Without a scene, objects are those of
-    `parse_caption`, which for a caption of a scene are the scene's. With one, they are the scene's
-    of that kind and colour; words that name none of them are left out.
+    Only nouns and colours name an object. The index of a word counts `words_of(caption)`, so word i
+    is at place i + 1 of a batch's `words`, after the start. Without a scene, objects are those of
+    `parse_caption`, which for a caption of a scene are the scene's. With a scene, they are its
+    objects of that kind and colour; words that name none of them are left out.
     """
     read = _read(caption)
     if read is None:
@@ -156,13 +157,13 @@ def words_of_objects(caption: str, scene: Scene | None = None) -> list[tuple[int
 
 
 def attribute_of(word: str) -> str | None:
-    """What a word of a noun phrase says of its thing: "kind", "colour", "size" or "texture"."""
+    """Return the attribute that a word describes ("kind", "colour", "size", "texture") or None."""
     return _MEANING.get(word, (None, None))[0]
 
 
 class _Read(NamedTuple):
     scene: Scene
-    places: list[dict[str, int]]  # per object: attribute to the number of the word that says it
+    places: list[dict[str, int]]  # per object: maps an attribute to the index of its word
 
 
 def _read(text: str) -> _Read | None:
@@ -192,7 +193,7 @@ def _read(text: str) -> _Read | None:
 
 
 def _read_noun_phrase(words: list[str], start: int) -> tuple[Thing, dict[str, int], int] | None:
-    """The thing that a noun phrase starting here names, where, and the word after it."""
+    """Return the thing that the noun phrase at `start` names, its words' places, and its end."""
     thing = Thing(kind=None, colour=None, size=None, texture=None)
     places: dict[str, int] = {}
     filled = False

@@ -1,4 +1,4 @@
-"""Karpathy's splits: one JSON file with the captions and the split of every image."""
+"""Data module of Karpathy's splits: one JSON file with the captions and split of every image."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from attnkit.tasks.captioning.files import (
 )
 
 _EXPECTED = "Karpathy's form, {images: [{filename, split, sentences: [{raw}]}]}"
-# "restval" is the part of COCO's validation images that is in neither val nor test: the papers
+# "restval" holds the validation images of COCO that are in neither val nor test: the papers
 # train on it.
 _SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}
 
@@ -23,16 +23,16 @@ _SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}
 class KarpathyData(CaptionFilesData):
     """`dataset_flickr8k.json`, `dataset_flickr30k.json`, `dataset_coco.json` and their images.
 
-    An image is `{"filename", "split", "sentences": [{"raw"}, …]}`, and with COCO also `filepath`,
-    the folder inside `images`. The split is train, restval (which is trained on), val or test.
-    Sentences without `raw` are joined from their `tokens`.
+    An image is `{"filename", "split", "sentences": [{"raw"}, …]}`, and for COCO also has
+    `filepath`, the folder inside `images`. The split is train, restval (which is added to train),
+    val or test. A sentence without `raw` is joined from its `tokens`.
 
-    Source: Karpathy and Fei-Fei, Deep Visual-Semantic Alignments, 2015. The papers count the words
-    that occur five times in the training captions, as `min_count` does unless told.
+    Source: Karpathy and Fei-Fei, Deep Visual-Semantic Alignments, 2015. The papers keep the words
+    that occur five times in the training captions, which is the default of `min_count`.
 
     Args:
         annotations: the JSON file.
-        images: the folder that the files are in.
+        images: the folder of the image files.
         **options: the arguments of `CaptionFilesData` and `CaptionDataModule`.
 
     Raises:

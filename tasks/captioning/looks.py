@@ -1,4 +1,4 @@
-"""How much attention words of a caption pay to the objects that they name."""
+"""Measure the attention that words of a caption pay to the objects they name."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ NAMING = {"noun": "kind", "colour": "colour"}
 
 
 def tokens_of_words(tokenizer: Tokenizer, ids: list[int]) -> list[list[int]]:
-    """Of each word of a sentence, in the order of `words_of`, the places of its tokens in `ids`."""
+    """Return for each word of a sentence, as `words_of` splits it, the places of its tokens."""
     found: list[list[int]] = []
     for place, number in enumerate(ids):
         if number in (PAD, END):
@@ -36,8 +36,8 @@ def tokens_of_words(tokenizer: Tokenizer, ids: list[int]) -> list[list[int]]:
 def named_objects(
     tokenizer: Tokenizer, ids: list[int], scene: Scene
 ) -> list[tuple[str, list[int], int]]:
-    """The nouns and colours of a sentence that name an object of its scene: the attribute, the
-    places of the word's tokens in `ids`, and the number of the object."""
+    """Return the nouns and colours of a sentence that name an object of its scene, each as the
+    attribute, the places of the word's tokens in `ids`, and the index of the object."""
     caption = tokenizer.decode(ids)
     words, places = words_of(caption), tokens_of_words(tokenizer, ids)
     return [
@@ -47,10 +47,10 @@ def named_objects(
 
 
 class Look(NamedTuple):
-    """How one head looks at what one kind of words names, means over these words.
+    """The attention of one head on the objects that one kind of words names, a mean over the words.
 
-    `share` is the attention on the pixels of the named object, `chance` the share of all pixels
-    that these are, `ratio` one over the other, `num_words` how many words.
+    `share` is the attention on the pixels of the named object, `chance` the share of the image that
+    these pixels cover, `ratio` is share / chance, and `num_words` the number of words.
     """
 
     layer: int
@@ -65,12 +65,12 @@ class Look(NamedTuple):
 class ObjectLooks(Metric):
     """The attention of nouns and colours on the objects that they name, for each head.
 
-    Counted are the words of generated sentences that name an object of their scene
-    (`words_of_objects`). A word of several tokens has the mean of their weights. Exact over all
-    sentences and processes.
+    The metric counts the words of generated sentences that name an object of their scene
+    (`words_of_objects`). The weights of a word are the mean over its tokens. The result is exact
+    over all sentences and processes.
 
     Args:
-        num_layers, num_heads: of the decoder.
+        num_layers, num_heads: the numbers of layers and heads of the decoder.
     """
 
     full_state_update: bool = False
@@ -101,22 +101,22 @@ class ObjectLooks(Metric):
             ids: `Sentences.words`, integers [batch, words]: without START.
             weights: `Sentences.weights`, [batch, layers, heads, words, positions].
             masks: booleans [batch, objects, height, width].
-            scenes: of which `masks` are the objects.
+            scenes: the scene of each sentence; `masks` are those of its objects.
             grid: rows and columns of positions.
-            tokenizer: what the words are.
+            tokenizer: the tokenizer of `ids`.
         """
         covered = on_grid(masks, grid).to(weights.dtype).flatten(2)
         chances = masks.float().mean(dim=(2, 3))
         for item, (numbers, scene) in enumerate(zip(ids.tolist(), scenes, strict=True)):
             for attribute, places, number in named_objects(tokenizer, numbers, scene):
                 kind = list(NAMING.values()).index(attribute)
-                looked = weights[item, :, :, places].mean(dim=2)
-                self.share[kind] += looked @ covered[item, number]
+                attention = weights[item, :, :, places].mean(dim=2)
+                self.share[kind] += attention @ covered[item, number]
                 self.chance[kind] += chances[item, number]
                 self.count[kind] += 1
 
     def compute(self) -> list[Look]:
-        """A row for each layer, head and kind of words; none of words that were not said."""
+        """Return a row for each layer, head and kind of words that occurred."""
         rows = []
         for kind, name in enumerate(NAMING):
             if count := int(self.count[kind]):
@@ -128,15 +128,14 @@ class ObjectLooks(Metric):
 
 
 class WordLooks(Callback):
-    """In a test on scenes, how the attention of nouns and colours lies on what they name.
+    """Callback that measures, in a test on scenes, the attention of words on what they name.
 
-    Writes `looks.csv`, a row for each test set and `Look`, layers and heads counted from 0, and
-    logs the largest ratio to chance of all heads as `test/looks_noun` and `test/looks_colour`, and
-    `test/compositional/…`. Of data without `masks` and `scene` a warning says that there is
-    nothing to see.
+    It writes `looks.csv`, a row for each test set and `Look`, with layers and heads counted from 0,
+    and logs the largest ratio to chance of all heads as `test/looks_noun` and `test/looks_colour`,
+    and `test/compositional/…`. It warns if the batches have no `masks` and `scene`.
 
     Args:
-        folder: created if it does not exist.
+        folder: where `looks.csv` is written; it is created if it does not exist.
 
     Raises:
         UserError: the module is not an `ImageCaptioning`.

@@ -31,34 +31,34 @@ from attnkit.tasks.images.module import NormalizesImages
 
 
 class ImageCaptioning(NormalizesImages, TaskModule):
-    """Captioning: training by teacher forcing, evaluation by decoding and caption metrics.
+    """Captioning module: training by teacher forcing, evaluation by decoding and caption metrics.
 
-    Normalises inside and holds its vocabulary, so that a checkpoint is all one needs to caption.
-    Logged at the end of an epoch, each exact over its samples under any number of processes:
-    `train/loss` (what is minimised), `val/loss` (cross-entropy per word of the first caption) and,
-    of the sentences that the model says, `val/cider_d` and `val/bleu4`. The test logs `test/bleu1`
-    to `test/bleu4`, `test/rouge_l`, `test/cider` and `test/cider_d`, of further test sets under
-    their names, as `test/compositional/bleu4`. Where batches have a `scene`, also `…/right`, the
-    share of sentences that name both objects, their colours and the relation rightly, and
-    `…/all_right`, sizes and textures too.
+    The module normalises images itself and holds its vocabulary, so that a checkpoint is enough to
+    caption. It logs at the end of an epoch, exactly over all samples and processes: `train/loss`
+    (which is minimised), `val/loss` (cross-entropy per word of the first caption), and
+    `val/cider_d` and `val/bleu4` of the generated sentences. The test logs `test/bleu1` to
+    `test/bleu4`, `test/rouge_l`, `test/cider` and `test/cider_d`; metrics of further test sets have
+    their name, such as `test/compositional/bleu4`. If batches have a `scene`, the test also logs
+    `…/right`, the share of sentences that name both objects, their colours and the relation
+    correctly, and `…/all_right`, for which sizes and textures must be correct too.
 
     Args:
         model: a `Captioner` of images [batch, in_channels, height, width]; a module, or its
             configuration (see `TaskModule`).
         optimizer, scheduler, finetune: see `TaskModule`.
-        vocabulary: the tokenizer as plain data, of `Tokenizer.to_dict`.
-        max_words: the longest sentence, START and END included, as in a batch's `words`.
+        vocabulary: the tokenizer as plain data, from `Tokenizer.to_dict`.
+        max_words: length of the longest sentence, START and END included, as in a batch's `words`.
         image_size: side of the images in pixels.
-        interpolation, crop_pct, value_range: how pictures were brought to it, see `Fit`.
+        interpolation, crop_pct, value_range: how images were resized to it, see `Fit`.
         in_channels: 1 (grey) or 3 (RGB).
-        max_image_tokens: images come as lists, each of its own size and of at most so many patches
-            (`native` of `CaptionFilesData`); None: all have one size.
-        mean, std: of the training pixels on the scale from 0 to 1, per channel.
-        method: how sentences are found in test and prediction, "greedy", "beam" or "sample";
-            validation, which comes every epoch, is greedy.
-        num_beams, length_penalty, temperature, top_k, top_p: of the method, as in
-            `Captioner.generate`. What is drawn depends on the seed and the place in the data alone,
-            so that a test gives the same figures again.
+        max_image_tokens: batches are lists of images of different sizes, each of at most this many
+            patches (`native` of `CaptionFilesData`); None: all images have one size.
+        mean, std: mean and deviation of the training pixels, scaled to [0, 1], per channel.
+        method: how test and prediction decode sentences, "greedy", "beam" or "sample"; validation,
+            which runs every epoch, is greedy.
+        num_beams, length_penalty, temperature, top_k, top_p: options of the method,
+            as in `Captioner.generate`. Samples depend only on the seed and the place in the data,
+            so that a repeated test gives the same results.
     """
 
     model: Captioner
@@ -135,15 +135,15 @@ class ImageCaptioning(NormalizesImages, TaskModule):
             )
 
     def forward(self, images: Tensor, words: Tensor) -> Tensor:
-        """Of each word the logits of the next; images uint8 or float from 0 to 1."""
+        """Return the logits of the word after each word; images are uint8 or float in [0, 1]."""
         return self.model(self.normalized(images), words)
 
     def caption(self, images: Tensor, **decoding: Any) -> list[str]:
-        """The captions of images; options as in `Captioner.generate`."""
+        """Return the captions of images; options are those of `Captioner.generate`."""
         return self._texts(self._say(images, **decoding))
 
     def explained(self, batch: Mapping[str, Any]) -> Explained:
-        """What `attnkit.explain` is given of a batch: the captioner, images and what it says."""
+        """Return the inputs of `attnkit.explain` for a batch: model, images, generated captions."""
         images = batch["image"]
         if isinstance(images, list) and len({image.shape for image in images}) == 1:
             images = torch.stack(images)
@@ -174,12 +174,13 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         return "<end>" if number == END else self.tokenizer.decode([number])
 
     def programs(self) -> dict[str, Program]:
-        """`encoder`: uint8 images to a memory; `decoder`: of each word the logits of the next.
+        """Return two programs to export: `encoder` maps uint8 images to a memory, `decoder` maps
+        the memory and words to the logits of the word after each word.
 
-        The caller runs the loop that finds the words:
+        The caller runs the loop that generates the words:
 
             memory = encoder(images)
-            words = [START, PAD, PAD, …]                  max_words of them
+            words = [START, PAD, PAD, …]                  length max_words
             words[i + 1] = argmax decoder(memory, words)[i] over the words but PAD and START
         """
         decoder, (rows, columns) = self.model.decoder, self.model.grid
@@ -220,7 +221,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         }
 
     def metrics(self) -> dict[str, Metric]:
-        """New metrics of a test, updated with sentences and lists of references."""
+        """Return new test metrics, which are updated with sentences and lists of references."""
         bleu = {f"bleu{n}": BLEU(n, "words") for n in range(1, 5)}
         return {**bleu, "rouge_l": ROUGEL("words"), "cider": CIDEr(tokenizer="words"),
                 "cider_d": CIDErD(tokenizer="words")}  # fmt: skip
@@ -232,11 +233,11 @@ class ImageCaptioning(NormalizesImages, TaskModule):
                 self.test_metrics[split] = nn.ModuleDict(self.metrics()).to(self.device)
 
     def on_fit_start(self) -> None:
-        """UserError if a callback or the schedule follows a metric that is never logged, or takes
-        its worst value for the best."""
+        """Raise UserError if a callback or the schedule monitors a metric that is never logged, or
+        takes its worst value for the best."""
         validation: dict[str, object] = {"val/loss": self.val_loss}
         validation |= {f"val/{name}": metric for name, metric in self.val_metrics.items()}
-        if validates_as_known(type(self)):  # a class of the user's may log more
+        if validates_as_known(type(self)):  # a subclass may log other metrics
             check_monitors(self.trainer, validation)
         else:
             check_directions(self.trainer, validation)
@@ -279,12 +280,11 @@ class ImageCaptioning(NormalizesImages, TaskModule):
                          sync_dist=True, add_dataloader_idx=False)  # fmt: skip
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, list[Any]]:
-        """Sentences of a batch, one list entry per image.
+        """Return the sentences of a batch, one list entry per image.
 
         Returns:
-            `caption` and `log_probability`, and what names the images in the batch, `path` or
-            `id`. The attribute `said` then holds the `Sentences`, with `return_weights` their
-            attention too.
+            `caption` and `log_probability`, and `path` or `id` if the batch has them. The attribute
+            `said` then holds the `Sentences`, with their attention if `return_weights` is True.
         """
         images = batch["image"]
         rows: dict[str, list[Any]] = {
@@ -301,12 +301,12 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         options = {**self.decoding, "return_weights": self.return_weights}
         if self.decoding["method"] == "sample":
             options["generator"] = torch.Generator(self.device)
-            # of a seed, torch's generator on the CPU reads 32 bits
+            # torch's generator on the CPU reads only 32 bits of a seed
             options["generator"].manual_seed((torch.initial_seed() * 1_000_003 + batch_idx) % 2**32)
         return options
 
     def _say(self, images: Tensor, **decoding: Any) -> Sentences:
-        """Sentences no longer than those of training, START not counted."""
+        """Generate sentences of at most the training length, START not counted."""
         options = {"max_words": self.max_words - 1, **decoding}
         return self.model.generate(self.normalized(images), **options)
 
@@ -315,7 +315,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
 
 
 class _Encoder(nn.Module):
-    """Images to a memory, the normalisation inside."""
+    """Encodes uint8 images to a memory; includes the normalisation."""
 
     def __init__(self, module: ImageCaptioning) -> None:
         super().__init__()

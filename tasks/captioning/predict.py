@@ -1,4 +1,4 @@
-"""Images to caption: a folder or a file, prepared as the training images were."""
+"""Data module of images to caption: a folder or a file, prepared as in training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from attnkit.tasks.loaders import BatchItems
 
 
 class CaptionPaths(BatchItems):
-    """Images and paths of another set as a dict of `image` and `path`, without captions."""
+    """Wraps a set of images and paths; a batch is a dict of `image` and `path`."""
 
     def __init__(self, pairs: BatchItems) -> None:
         self.pairs = pairs
@@ -22,9 +22,9 @@ class CaptionPaths(BatchItems):
 
 
 class CaptionPredictData(PredictData):
-    """The images under a folder (at any depth) or one image file, for `Trainer.predict`.
+    """Images under a folder (at any depth) or one image file, for `Trainer.predict`.
 
-    As `PredictData`, but for the form of a batch: `CaptionPaths`.
+    It differs from `PredictData` only in the form of a batch, which is that of `CaptionPaths`.
     """
 
     def images_at(self, paths: Sequence[str]) -> CaptionPaths:

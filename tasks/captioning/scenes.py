@@ -1,4 +1,4 @@
-"""What a scene is: two things, each with four attributes, and how one lies to the other."""
+"""Scenes: two things, each with four attributes, and their spatial relation."""
 
 from random import Random
 from typing import TypedDict, TypeVar
@@ -11,17 +11,17 @@ SIZES = ("small", "large")
 TEXTURES = ("plain", "striped", "dotted")
 ATTRIBUTES = ("kind", "colour", "size", "texture")
 
-# Of the first thing to the second; the other three names say the same from the second's side.
+# The relation of the first thing to the second; INVERSE names it from the second's side.
 RELATIONS = ("left of", "above", "inside")
 INVERSE = {"left of": "right of", "above": "below", "inside": "around"}
 INVERSE.update({inverse: relation for relation, inverse in INVERSE.items()})
 
-CONTAINERS = ("circle", "square", "diamond")  # with room for another thing
+CONTAINERS = ("circle", "square", "diamond")  # shapes that can hold another thing
 DIGIT_SHARE = 0.3
 INSIDE_SHARE = 0.25
 
-# One colour of each kind, which training never shows: 17 of 136 pairs. Every kind and every colour
-# is seen in other pairs.
+# One colour of each kind that training never shows: 17 of 136 pairs. Every kind and every colour
+# occurs in other pairs.
 HELD_OUT = frozenset(
     (kind, COLOURS[(3 * number + 1) % len(COLOURS)]) for number, kind in enumerate(KINDS)
 )
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 
 class Thing(TypedDict):
-    """A thing, by the names above; None stands for what a caption leaves unsaid."""
+    """A thing, described by the names above; None: the caption does not mention the attribute."""
 
     kind: str | None
     colour: str | None
@@ -39,18 +39,18 @@ class Thing(TypedDict):
 
 
 class Scene(TypedDict):
-    """Two things, the first of which is `relation` (one of RELATIONS) the second."""
+    """Two things and the relation of the first to the second, one of RELATIONS."""
 
     objects: list[Thing]
     relation: str
 
 
 def draw_scene(random: Random, *, compositional: bool = False) -> Scene:
-    """A random scene: without a pair of HELD_OUT, or, `compositional`, with one or two.
+    """Return a random scene without a pair of HELD_OUT, or, if `compositional`, with one or two.
 
     The two things differ in kind or colour, so that naming both tells them apart. Digits are plain.
-    What is inside is small and of another colour than what is around it, which is large and plain,
-    and drawn with a pale middle.
+    A thing inside another is small and has another colour; the outer one is large and plain, and
+    drawn with a pale middle.
     """
     while True:
         scene = _any_scene(random)
@@ -64,7 +64,7 @@ def draw_scene(random: Random, *, compositional: bool = False) -> Scene:
 
 
 def choose(random: Random, items: tuple[Item, ...]) -> Item:
-    """One of the items. Of `Random`, only `random()` is the same in every version of Python."""
+    """Return a random item. Only `Random.random()` gives the same numbers in every Python."""
     return items[int(random.random() * len(items))]
 
 

@@ -1,4 +1,4 @@
-"""The default data: scenes composed from a seed, which need no network. No photographs."""
+"""The default data of captioning: scenes drawn from a seed, without a download."""
 
 from collections.abc import Mapping
 from random import Random
@@ -18,29 +18,30 @@ from attnkit.tasks.images.sets import MemoryImages
 from attnkit.tasks.images.sizes import sides
 from attnkit.tasks.images.truth import Truth
 
-_DIGIT_FRACTIONS = [0.1, 0.2]  # of the handwriting, for val and for both test splits
+_DIGIT_FRACTIONS = [0.1, 0.2]  # shares of the handwritten digits in val and in both test splits
 
 
 class ScenesData(CaptionDataModule):
     """Two things in a relation, such as "a small red seven left of a large striped blue square".
 
-    A picture has two of 7 shapes and 10 handwritten digits, in 8 colours, 2 sizes and 4 textures,
-    one left of, above or inside the other, and five different captions of a grammar with 76 words.
-    There are two test splits. "test" is as the training scenes; every scene of "compositional" has
-    a kind in a colour that training never shows together (`HELD_OUT`), though it shows both. The
-    digits are scikit-learn's 8 × 8 images (see `DigitsData`), tinted and enlarged; each of them is
-    in one of train, val and the tests only.
+    A picture shows two of 7 shapes and 10 handwritten digits, in 8 colours, 2 sizes and 4 textures;
+    one is left of, above or inside the other. It has five different captions from a grammar of 76
+    words. There are two test splits. "test" is drawn as the training scenes are; every scene of
+    "compositional" has a kind in a colour that training shows only apart (`HELD_OUT`). The digits
+    are scikit-learn's 8 × 8 images (see `DigitsData`), tinted and enlarged; each of them is in only
+    one of train, val and the tests.
 
-    Batches of val and test have, besides what `CaptionDataModule` says, `id` (list of str), `scene`
-    (list of `Scene`, plain dicts) and `masks`, bool [batch, 2, image_size, image_size]: the pixels
-    where the scene's first and second object are seen. Of the seed alone depend the scenes and
-    captions, on every machine; and the pixels, as far as Pillow draws the same.
+    Batches of val and test also have `id` (list of str), `scene` (list of `Scene`, plain dicts) and
+    `masks`, bool [batch, 2, image_size, image_size]: the visible pixels of the first and second
+    object. Scenes and captions depend on the seed alone, on every machine; pixels also depend on
+    the version of Pillow.
 
     Args:
-        num_train: scenes to train on; num_val, num_test: to validate, and of each test split.
-        image_size: side in pixels, at least 24; None: the module's in the trainer, or 48.
-        min_count: as `CaptionDataModule`'s.
-        **options: its other arguments. Splits are all made here: no fractions.
+        num_train, num_val, num_test: number of scenes of train, of val, and of each test split.
+        image_size: side in pixels, at least 24; None: that of the module in the trainer, or 48.
+        min_count: as in `CaptionDataModule`.
+        **options: other arguments of `CaptionDataModule`, except fractions: each split is
+            generated.
     """
 
     test_splits = ("test", "compositional")
@@ -79,7 +80,7 @@ class ScenesData(CaptionDataModule):
         }
 
     def truth(self, split: str = "test") -> Truth:
-        """The scenes of val or a test split, and where their two things are seen; after `setup`."""
+        """Return, after `setup`, images of val or a test split and the masks of their things."""
         scenes = self.sets.get(split)
         if scenes is None or "masks" not in scenes.others:
             raise RuntimeError(f"truth: {split!r} has no masks; val, test and compositional have")
@@ -93,8 +94,8 @@ class ScenesData(CaptionDataModule):
 
 
 def handwriting(seed: int) -> list[dict[str, np.ndarray]]:
-    """Name of a digit to images uint8 [images, 8, 8], of train, val and test."""
-    from sklearn.datasets import load_digits  # half a second that other data need not wait
+    """Return for train, val and test the images of each digit by name, uint8 [images, 8, 8]."""
+    from sklearn.datasets import load_digits  # takes half a second, which only this data needs
 
     found = load_digits()
     images = np.rint(found.images * (255 / 16)).astype(np.uint8)  # 17 grey values, 0 to 16
@@ -108,7 +109,7 @@ def handwriting(seed: int) -> list[dict[str, np.ndarray]]:
 def compose(
     split: str, count: int, side: int, digits: dict[str, np.ndarray], seed: int
 ) -> CaptionSet:
-    """`count` scenes of a split: the seed and the split's name decide all of them."""
+    """Return `count` scenes, which depend only on the seed and the name of the split."""
     random = Random(f"{seed} {split}")
     images = torch.empty((count, 3, side, side), dtype=torch.uint8)
     masks = torch.empty((count, 2, side, side), dtype=torch.bool)
@@ -120,7 +121,7 @@ def compose(
         picture = draw(scene, side, digits, random)
         images[number] = torch.from_numpy(picture.image)
         masks[number] = torch.from_numpy(picture.masks)
-    # Training looks at pixels and words alone.
+    # Training reads pixels and words only.
     others = {"id": [f"{split}/{n}" for n in range(count)], "scene": scenes, "masks": masks}
     pixels = MemoryImages(images, torch.zeros(count))
     return CaptionSet(pixels, captions, {} if split == "train" else others)

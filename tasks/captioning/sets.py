@@ -1,4 +1,4 @@
-"""Sets of captioned images."""
+"""`CaptionSet`, a data set of captioned images that is read by the batch."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -15,23 +15,23 @@ from attnkit.tasks.images.sets import ImageSet
 class CaptionSet(Dataset):
     """Images with their captions, fetched by the batch.
 
-    A DataLoader calls `__getitems__` with all the numbers of a batch, or with pairs (epoch, number)
-    from an `EpochSampler`; it returns the batch, a dict:
+    A DataLoader calls `__getitems__` with all indices of a batch, or with pairs (epoch, index) from
+    an `EpochSampler`; it returns the batch, a dict:
 
     - `image`: uint8 [batch, channels, size, size], or a list of images of their own sizes;
     - `words`: int64 [batch, max_words]: start, the words of one caption, end, padding. With an
-      epoch, the caption is drawn, by the seed, the epoch and the number of the image alone; without
-      one it is the first;
+      epoch, the caption is drawn at random and depends only on the seed, the epoch and the index of
+      the image; without an epoch it is the first one;
     - `references`: list of lists of str, all captions of each image;
     - the entries of `others`, under their names.
 
     Args:
         images: the pixels; their labels are not used.
-        captions: those of each image, at least one.
-        others: name to one item per image: tensors are indexed, of lists the items are taken.
+        captions: the captions of each image, at least one.
+        others: further entries by name, tensors or lists with one item per image.
 
     Attributes:
-        tokenizer, max_words, seed: what makes `words` of captions; set by the data module.
+        tokenizer, max_words, seed: how `words` are made from captions; set by the data module.
     """
 
     tokenizer: Tokenizer
@@ -60,7 +60,7 @@ class CaptionSet(Dataset):
 
     @property
     def sizes(self) -> Tensor:
-        """Patches of each image, where they have their own sizes."""
+        """The number of patches of each image, if images keep their own sizes."""
         return self.images.sizes  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class CaptionSet(Dataset):
         return self.images.keys()
 
     def select(self, rows: Tensor) -> "CaptionSet":
-        """The part of the set with these numbers."""
+        """Return the part of the set with these indices."""
         part, numbers = copy(self), rows.tolist()
         part.images = self.images.select(rows)
         part.captions = [self.captions[number] for number in numbers]
@@ -104,7 +104,7 @@ class CaptionSet(Dataset):
         return part
 
     def _which(self, epoch: int | None, number: int) -> int:
-        """The caption of an image that an epoch uses."""
+        """Return the index of the caption of an image that is used in an epoch."""
         if epoch is None:
             return 0
         if self._drawn is None or self._drawn[0] != (self.seed, epoch):

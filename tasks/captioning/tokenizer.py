@@ -1,4 +1,4 @@
-"""Captions to numbers and back: whole words, as in the papers, or byte-pair encoding."""
+"""Tokenizers of captions: whole words, as in the papers, or byte-pair encoding."""
 
 import json
 from abc import ABC, abstractmethod
@@ -15,44 +15,44 @@ SPECIALS = ("<pad>", "<start>", "<end>", "<unknown>")
 
 
 class Tokenizer(ABC):
-    """Text to numbers: 0 is padding, 1 the start, 2 the end, 3 an unknown word."""
+    """Encodes text as token ids: 0 is padding, 1 the start, 2 the end, 3 an unknown word."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many numbers there are, with the four special ones."""
+        """Return the size of the vocabulary, the four special tokens included."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The numbers of a caption, without start and end."""
+        """Return the token ids of a caption, without start and end."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text up to the first end; padding and start are left out."""
+        """Return the text up to the first end, without padding and start."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """The tokenizer as plain data, for a checkpoint; see `load_tokenizer`."""
+        """Return the tokenizer as plain data, for a checkpoint; see `load_tokenizer`."""
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Tokenizer":
-        """See `load_tokenizer`."""
+        """Return the tokenizer that `plain` describes; see `load_tokenizer`."""
         return load_tokenizer(plain)
 
     def pad(self, text: str, length: int) -> list[int]:
-        """Start, caption, end, padded to `length`. A longer caption loses words at its end."""
+        """Return start, caption and end, padded to `length`; longer captions lose their end."""
         ids = self.encode(text)[: length - 2]
         return [START, *ids, END] + [PAD] * (length - 2 - len(ids))
 
 
 class WordTokenizer(Tokenizer):
-    """A number for each word: lower case, punctuation off, as `words_of` and the metrics have it.
+    """Tokenizer with an id for each word, lower case and without punctuation (see `words_of`).
 
     >>> tokenizer = WordTokenizer.build(["A dog runs.", "A dog."])
     >>> tokenizer.decode(tokenizer.encode("a dog sleeps"))
     'a dog <unknown>'
 
     Args:
-        words: the words, in the order of their numbers, the first of which is 4.
+        words: the words in the order of their ids, which start at 4.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -61,12 +61,13 @@ class WordTokenizer(Tokenizer):
         if len(self._ids) < len(self.words):
             twice = Counter(self.words).most_common(1)[0][0]
             raise ValueError(f"words: expected different words, got {twice!r} twice")
-        # until 0.2 a vocabulary could hold the typographic apostrophe
+        # vocabularies of versions up to 0.2 may hold the typographic apostrophe
         self._ids = {word.replace("’", "'"): n for word, n in self._ids.items()} | self._ids
 
     @classmethod
     def build(cls, captions: Iterable[str], min_count: int = 1) -> "WordTokenizer":
-        """Of the words that occur `min_count` times or more; the most frequent come first."""
+        """Build a tokenizer of the words that occur `min_count` times or more, frequent ones
+        first."""
         at_least(1, min_count=min_count)
         counts = Counter(word for caption in captions for word in words_of(caption))
         kept = (word for word, count in counts.items() if count >= min_count)
@@ -83,18 +84,18 @@ class WordTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         names = (*SPECIALS, *self.words)
-        return text_of(names[number] for number in _said(ids))
+        return text_of(names[number] for number in _caption_ids(ids))
 
 
 class BPETokenizer(Tokenizer):
     """Byte-pair encoding of lower-case text, by the library `tokenizers` (the extra `bpe`).
 
     Pairs of the most frequent neighbours are merged until there are `size` numbers (Sennrich et
-    al., 2016), starting from bytes, so that no text is unknown and every text comes back as it was
-    but for capitals and spaces at its ends.
+    al., 2016), starting from bytes, so that no text is unknown and decoding restores every text
+    except for capitals and spaces at its ends.
 
     Args:
-        data: what `tokenizers.Tokenizer.to_str` returns; JSON.
+        data: the JSON that `tokenizers.Tokenizer.to_str` returns.
     """
 
     def __init__(self, data: str) -> None:
@@ -108,7 +109,8 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def build(cls, captions: Iterable[str], size: int = 8000, min_count: int = 2) -> "BPETokenizer":
-        """Learned from captions; a pair is merged if it occurs `min_count` times or more."""
+        """Learn a tokenizer from captions; pairs that occur `min_count` times or more are
+        merged."""
         at_least(len(SPECIALS) + 256, size=size)
         library = _library()
         tokenizer = library.Tokenizer(library.models.BPE())
@@ -125,7 +127,7 @@ class BPETokenizer(Tokenizer):
             show_progress=False,
         )
         tokenizer.train_from_iterator(captions, trainer)
-        # The special numbers are never parts of a caption: "<end>" in a text is five letters.
+        # A caption never contains special tokens: "<end>" in a text is encoded as five letters.
         plain = json.loads(tokenizer.to_str())
         plain["added_tokens"] = []
         return cls(json.dumps(plain, ensure_ascii=False))
@@ -140,16 +142,16 @@ class BPETokenizer(Tokenizer):
         return self._tokenizer.encode(text.strip()).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        said = [number for number in _said(ids) if number != UNKNOWN]
-        return self._tokenizer.decode(said, skip_special_tokens=False).strip()
+        kept = [number for number in _caption_ids(ids) if number != UNKNOWN]
+        return self._tokenizer.decode(kept, skip_special_tokens=False).strip()
 
 
 def load_tokenizer(plain: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_dict` made `plain` of.
+    """Return the tokenizer that `plain`, the result of `to_dict`, describes.
 
     Raises:
         ValueError: `plain` is not the data of a tokenizer.
-        UserError: it needs the library `tokenizers`, which is not installed.
+        UserError: the tokenizer needs the library `tokenizers`, which is not installed.
     """
     match plain:
         case {"tokenizer": "words", "words": words}:
@@ -161,7 +163,8 @@ def load_tokenizer(plain: Mapping[str, Any]) -> Tokenizer:
     )
 
 
-def _said(ids: Iterable[int]) -> Iterable[int]:
+def _caption_ids(ids: Iterable[int]) -> Iterable[int]:
+    """Yield the ids before the first end, without padding and start."""
     for number in map(int, ids):
         if number == END:
             return

@@ -1,4 +1,5 @@
-"""Image classification: `ImageClassification` learns what an `ImageDataModule` reads."""
+"""Image classification: data modules, augmentation, and the modules that learn classes or
+values."""
 
 from typing import TYPE_CHECKING
 

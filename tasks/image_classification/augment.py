@@ -1,4 +1,4 @@
-"""Augmentation of batches on the device they are trained on, drawn for each image."""
+"""Augmentation of batches on the training device, drawn for each image."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,22 +13,23 @@ from torchvision.transforms import InterpolationMode, v2
 
 from attnkit.core.arguments import at_least, choice, share, up_to_1
 
-LEAST_CROP = 0.5  # share of the area, of crops that the pictures choose
+LEAST_CROP = 0.5  # smallest share of the area that `crop_min_area="auto"` may choose
 POLICIES = ("randaugment", "trivial", "autoaugment", "augmix")
 
 
 class Augment(nn.Module):
     """Random changes of a batch of uint8 images, drawn for each image. All are off by default.
 
-    They are done in the order of the arguments. Those of torchvision change a batch as its
-    transforms would, called with one image after the other.
+    The changes are applied in the order of the arguments. Those that torchvision defines change a
+    batch as its transforms would if they were called with one image after the other.
 
     Args:
         crop_min_area: smallest share of the area of the picture kept by a random resized crop;
             None: no such crop. `ImageDataModule` crops the whole picture, before it is shrunk.
-        horizontal_flip: probability of mirroring left and right. For both, "auto" lets
-            `ImageDataModule` choose, by whether the class of a training picture is still known when
-            it is changed so: a probability of 0.5 or 0, crops of at least 0.5 or 0.8 or none.
+        horizontal_flip: probability of mirroring left and right. For this and `crop_min_area`,
+            "auto" lets `ImageDataModule` choose: it tests whether a simple classifier still
+            recognises the changed training pictures. It chooses a probability of 0.5 or 0, and
+            crops of at least 0.5 or 0.8, or none.
         crop_padding: pixels of black added on every side before a crop of the old size.
         rotate_degrees: largest angle, to either side.
         translate: largest shift, as a share of the side, in either direction.
@@ -36,11 +37,12 @@ class Augment(nn.Module):
         policy: "randaugment" (Cubuk et al., 2020), "trivial" (TrivialAugment, Müller and Hutter,
             2021), "autoaugment" (ImageNet's, Cubuk et al., 2019) or "augmix" (Hendrycks et al.,
             2020), with torchvision's settings.
-        randaugment_magnitude: strength 0 to 30 of RandAugment's operations; None: 9. Given without
-            a policy, it asks for RandAugment.
-        randaugment_num_ops: operations one after the other; None: 2.
+        randaugment_magnitude: strength 0 to 30 of RandAugment's operations; None: 9. Without a
+            `policy` it implies RandAugment.
+        randaugment_num_ops: number of RandAugment's operations per image; None: 2.
         color_jitter: largest change of brightness, contrast and saturation, as a share.
-        erase_probability: of blacking out a random rectangle (random erasing, Zhong et al., 2020).
+        erase_probability: probability of blacking out a random rectangle (random erasing, Zhong et
+            al., 2020).
 
     Shapes: uint8 [batch, channels, height, width] in and out.
     """
@@ -108,14 +110,14 @@ class Augment(nn.Module):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is left to the training images, a part of it or all."""
+        """Whether an argument is "auto", so that the training images decide."""
         return "auto" in (self.crop_min_area, self.horizontal_flip)
 
     def forward(self, images: Tensor) -> Tensor:
-        """All of it, a crop of the images included.
+        """Apply all changes, the random crop included.
 
         Raises:
-            ValueError: "auto" was given, and no data module has chosen yet.
+            ValueError: an argument is "auto", and no data module has chosen a value yet.
         """
         if self.is_open:
             raise ValueError('augment: "auto" is for a data module, which chooses in setup')
@@ -124,7 +126,7 @@ class Augment(nn.Module):
         return self.after_crop(images)
 
     def after_crop(self, images: Tensor) -> Tensor:
-        """What comes after `crop_min_area`, of images that are crops already."""
+        """Apply the changes that follow the crop to images that are cropped already."""
         if self.horizontal_flip:
             images = self._flip(images)
         if self.crop_padding:
@@ -145,7 +147,7 @@ class Augment(nn.Module):
         columns = left + torch.arange(width, device=images.device)
         padded = functional.pad(images, (pad, pad, pad, pad))
         which = torch.arange(count, device=images.device).view(-1, 1, 1)
-        # Indices around a slice put the sliced axis last.
+        # Index tensors on both sides of a slice move the sliced axis to the end.
         cropped = padded[which, :, rows.unsqueeze(2), columns.unsqueeze(1)]
         return cropped.permute(0, 3, 1, 2).contiguous()
 
@@ -167,9 +169,9 @@ class Augment(nn.Module):
 def random_crop(
     min_area: float, size: Sequence[int], interpolation: str = "bicubic"
 ) -> v2.RandomResizedCrop:
-    """torchvision's crop to [height, width] of a share of at least `min_area` of the picture.
+    """Return torchvision's random crop to [height, width] of at least `min_area` of the picture.
 
-    The shape of what is cut out is up to 4/3 wider or higher than that of `size`.
+    The aspect ratio of the crop differs from that of `size` by a factor of up to 4/3.
     """
     height, width = size
     ratio = (3 / 4 * width / height, 4 / 3 * width / height)
@@ -178,14 +180,14 @@ def random_crop(
 
 
 def shipped_augment(name: str) -> Augment:
-    """The augmentation in conf/data/<name>.yaml, which is also that of `augment="default"`."""
+    """Return the augmentation of conf/data/<name>.yaml, which `augment="default"` also means."""
     text = files("attnkit.conf").joinpath(f"data/{name}.yaml").read_text(encoding="utf-8")
     node = yaml.safe_load(text)["augment"]
     return Augment(**{key: value for key, value in node.items() if key != "_target_"})
 
 
 class InTurn(nn.Module):
-    """A transform of torchvision, called with one image of a batch after the other."""
+    """Applies a transform of torchvision to each image of a batch separately."""
 
     def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -196,11 +198,11 @@ class InTurn(nn.Module):
 
 
 class _PerImage(v2.Transform):
-    """Of a policy of torchvision: what it draws for each image in turn, done to like ones at once.
+    """Mixin that runs a policy of torchvision on a batch and groups equal operations.
 
-    The result is that of torchvision's transform called with one image after the other. Its own
-    `forward` draws, and the operations that it calls for are written down instead of done; then
-    images that get the same operation with the same magnitude go through it together.
+    The result equals that of torchvision's transform called with one image after the other. Its
+    own `forward` draws the operations, which are recorded instead of applied; then images that
+    get the same operation with the same magnitude are transformed together.
     """
 
     def _apply_image_or_video_transform(
@@ -233,19 +235,19 @@ class _PerImage(v2.Transform):
 
 
 class RandAugment(_PerImage, v2.RandAugment):
-    """`v2.RandAugment` of each image of a batch (Cubuk et al., 2020)."""
+    """Applies `v2.RandAugment` to each image of a batch (Cubuk et al., 2020)."""
 
 
 class TrivialAugmentWide(_PerImage, v2.TrivialAugmentWide):
-    """`v2.TrivialAugmentWide` of each image of a batch (Müller and Hutter, 2021)."""
+    """Applies `v2.TrivialAugmentWide` to each image of a batch (Müller and Hutter, 2021)."""
 
 
 class AutoAugment(_PerImage, v2.AutoAugment):
-    """`v2.AutoAugment` of each image of a batch (Cubuk et al., 2019)."""
+    """Applies `v2.AutoAugment` to each image of a batch (Cubuk et al., 2019)."""
 
 
 def make_policy(name: str, magnitude: int | None, num_ops: int | None) -> nn.Module:
-    """One of these policies by its name; magnitude and num_ops are RandAugment's."""
+    """Return the policy of this name; `magnitude` and `num_ops` are those of RandAugment."""
     if name == "randaugment":
         return RandAugment(num_ops or 2, 9 if magnitude is None else magnitude)
     if name == "trivial":

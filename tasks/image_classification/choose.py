@@ -1,4 +1,4 @@
-"""Which augmentation suits training pictures, by whether a simple classifier still knows them."""
+"""Choose augmentation by whether a simple classifier still recognises the changed pictures."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,23 +12,23 @@ from attnkit.tasks.image_classification.augment import LEAST_CROP, Augment, InTu
 from attnkit.tasks.images.sets import ImageSet
 from attnkit.tasks.images.sizes import sides
 
-SAMPLE = 1000  # pictures that are looked at
-SIDE = 16  # pixels, that they are brought to
-KEPT = 0.9  # of what is known above chance, what an augmentation must leave
+SAMPLE = 1000  # number of pictures that are classified
+SIDE = 16  # side in pixels that they are resized to
+KEPT = 0.9  # share of the accuracy above chance that an augmentation must leave
 CROPS = (LEAST_CROP, 0.8)  # smallest shares of the area that are tried, in this order
-TENTHS = 10  # that a column of more numbers is cut into
-LEAST_SIDE = 48  # pixels, of pictures that are cropped: smaller ones show one thing that fills them
+TENTHS = 10  # classes that a column of more distinct numbers is cut into
+LEAST_SIDE = 48  # pixels; smaller pictures show one thing that fills them, so they are not cropped
 
 
 class Known(NamedTuple):
-    """Shares of pictures whose class a simple classifier knows, the mean over the classes; of
-    several labels or numbers over the classes of each.
+    """Accuracies of a simple classifier, means over the classes; if there are several labels or
+    numbers, over the classes of each.
 
     Attributes:
-        as_they_are: of the pictures themselves.
-        changed: of what an augmentation makes of them.
-        chance: of one that knows nothing.
-        margin: two standard errors of such a share, at most.
+        as_they_are: accuracy on the pictures themselves.
+        changed: accuracy on the augmented pictures.
+        chance: accuracy of a guess.
+        margin: upper bound of two standard errors of these accuracies.
     """
 
     as_they_are: float
@@ -38,8 +38,8 @@ class Known(NamedTuple):
 
     @property
     def keeps(self) -> bool | None:
-        """Whether the augmentation leaves of a picture what tells its class; None: the classifier
-        does not know the pictures themselves, so nothing can be said."""
+        """Whether the augmentation keeps what identifies the class; None if the classifier does
+        not recognise the pictures themselves, which leaves the question open."""
         known = self.as_they_are - self.chance
         if known < 2 * self.margin:
             return None
@@ -47,12 +47,13 @@ class Known(NamedTuple):
 
 
 class Sample:
-    """Some training pictures, small, half of them as examples for the other half.
+    """Nearest-neighbour classifier on a sample of small training pictures.
 
-    A picture has the class of the example that is nearest to it, by the distance of the pixels or
-    by that of the edges, whichever knows more. Which pictures these are depends on the set alone.
-    Each label is a class or not, and each number is in one of ten classes of about equal size; what
-    is unknown of a picture (NaN) counts neither as right nor as wrong.
+    One half of the sample are the examples, the other half is classified: a picture gets the class
+    of the nearest example, by the distance of the pixels or of the edges, whichever is more
+    accurate. The sample depends on the set alone. Each label is a class of its own (has it or not),
+    and each number is in one of ten classes of about equal size; an unknown value (NaN) counts
+    neither as right nor as wrong.
 
     Args:
         images: the training set.
@@ -60,7 +61,7 @@ class Sample:
 
     def __init__(self, images: ImageSet) -> None:
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:SAMPLE]
-        rows = order.sort()  # files are read in their order
+        rows = order.sort()  # so that files are read in their order
         found = images.fetch(rows.values)  # a tensor, or a list of images of their own sizes
         small = torch.cat(
             [
@@ -82,7 +83,7 @@ class Sample:
         self.as_they_are = self._known(self.others, self._look)
 
     def known_after(self, change: Callable[[Tensor], Tensor]) -> Known:
-        """How many are known once they are changed."""
+        """Classify the pictures after a change and return the accuracies."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             changed = self._known(change(self.others), self._look)
@@ -92,18 +93,18 @@ class Sample:
         if not len(self.examples):
             return 0.0
         near = torch.cdist(look(pictures), look(self.examples)).argmin(1)
-        said = self.example_labels[near]
-        told = [said[self.labels[:, n] == kind, n] for n, kind in self._kinds]
+        predicted = self.example_labels[near]
+        of_kind = [predicted[self.labels[:, n] == kind, n] for n, kind in self._kinds]
         right = [
             (known == kind).double().mean()
-            for answers, (_, kind) in zip(told, self._kinds, strict=True)
+            for answers, (_, kind) in zip(of_kind, self._kinds, strict=True)
             if len(known := answers[~answers.isnan()])
         ]
         return float(torch.stack(right).mean()) if right else 0.0
 
 
 def _classes(labels: Tensor) -> Tensor:
-    """Classes [pictures, columns], of the labels, the numbers or the one class of each picture."""
+    """Return labels, numbers or the class of each picture as classes, [pictures, columns]."""
     if not labels.is_floating_point():
         return labels.reshape(len(labels), -1)
     columns = []
@@ -122,22 +123,23 @@ def _pixels(pictures: Tensor) -> Tensor:
 
 
 def _edges(pictures: Tensor) -> Tensor:
-    """How much neighbours differ, whatever the colours and the contrast."""
+    """Return the normalised differences of neighbouring pixels, without colour and contrast."""
     grey = pictures.float().mean(1)
     edges = grey.diff(dim=1)[:, :, 1:].abs() + grey.diff(dim=2)[:, 1:].abs()
     return functional.normalize(edges.flatten(1))
 
 
 def settle(augment: Augment, images: ImageSet) -> dict[str, Any]:
-    """Choose what an augmentation leaves to the training images, and set it there.
+    """Choose the arguments of an augmentation that are "auto", and set them.
 
-    A flip has a probability of 0.5, or 0 where flipped pictures are not known any more; where it
-    cannot be said, 0.5 of colour pictures and 0 of grey ones. Random crops keep the first of
-    `CROPS` whose crops are known; where none is, there are no crops, nor of pictures of fewer than
-    `LEAST_SIDE` pixels; where it cannot be said, they keep the last of `CROPS`.
+    A flip gets the probability 0.5, or 0 if flipped pictures are no longer recognised; if the
+    classifier cannot tell, 0.5 for colour pictures and 0 for grey ones. Random crops keep the first
+    share of `CROPS` whose crops are still recognised; if there is none, or the pictures have fewer
+    than `LEAST_SIDE` pixels a side, there are no crops; if the classifier cannot tell, crops keep
+    the last share of `CROPS`.
 
     Returns:
-        what was chosen, by the names of the arguments of `Augment`.
+        the chosen values, by the names of the arguments of `Augment`.
     """
     chosen: dict[str, Any] = {}
     if not augment.is_open:

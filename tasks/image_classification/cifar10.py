@@ -1,4 +1,4 @@
-"""CIFAR-10 as torchvision reads it."""
+"""Data module of CIFAR-10, which torchvision reads."""
 
 import os
 import tempfile
@@ -21,8 +21,8 @@ class CIFAR10Data(ImageDataModule):
     """CIFAR-10: 50,000 training and 10,000 test images of 32 × 32 pixels, 10 classes.
 
     Without `root` the files are downloaded once (170 MB) into the user's cache folder. With `root`
-    they are read from there (`root` holds `cifar-10-batches-py/`, torchvision's layout), nothing is
-    downloaded, and `root` is not written to. Validation images are taken from train.
+    they are read from that folder, which holds `cifar-10-batches-py/` (torchvision's layout);
+    nothing is downloaded, and `root` is not written to. Validation images are taken from train.
 
     Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009. The other
     arguments are those of `ImageDataModule`.
@@ -72,7 +72,8 @@ class CIFAR10Data(ImageDataModule):
         folder = cache_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # Completed beside its place, then moved: another process never sees an incomplete one.
+            # The folder is completed elsewhere and then moved, so that no process sees a partial
+            # one.
             with tempfile.TemporaryDirectory(dir=folder) as part:
                 CIFAR10(part, download=True)
                 target = folder / CIFAR10.base_folder

@@ -1,4 +1,4 @@
-"""Images composed of handwritten digits, so that it is known where each class is seen."""
+"""Images composed of handwritten digits, with masks of where each class is visible."""
 
 import math
 from abc import abstractmethod
@@ -16,22 +16,22 @@ from attnkit.tasks.images.data import fit_of
 from attnkit.tasks.images.sets import ImageSet, MemoryImages
 from attnkit.tasks.images.truth import Truth
 
-DIGIT = 8  # pixels of a side
-# What is known by its colour; well apart, and as bright.
+DIGIT = 8  # side of a digit in pixels
+# One colour per class: easy to tell apart and about equally bright.
 COLOURS = (
     (255, 60, 60), (255, 150, 0), (220, 220, 0), (130, 230, 0), (0, 210, 90),
     (0, 210, 210), (60, 140, 255), (120, 90, 255), (220, 70, 255), (255, 80, 170),
 )  # fmt: skip
-_DIGIT_FRACTIONS = [0.1, 0.2]  # of the handwriting, for val and test
+_DIGIT_FRACTIONS = [0.1, 0.2]  # shares of the handwritten digits in val and test
 
 
 class Composed(NamedTuple):
-    """Pictures of a split, and where in them the classes are.
+    """Pictures of a split and the masks of the classes in them.
 
     images: uint8 [images, 3, side, side].
     labels: int64 [images].
     masks: bool [images, objects, side, side].
-    classes: int64 [images, objects], of each mask.
+    classes: int64 [images, objects], the class of each mask.
     """
 
     images: Tensor
@@ -41,14 +41,14 @@ class Composed(NamedTuple):
 
 
 class Digits:
-    """The handwriting of a split: ink from 0 to 1, [digits, 8, 8], and classes, drawn at random."""
+    """Draws random handwritten digits of a split: ink from 0 to 1, [digits, 8, 8], and classes."""
 
     def __init__(self, ink: Tensor, classes: Tensor, generator: torch.Generator) -> None:
         self.ink, self.classes, self.generator = ink, classes, generator
         self.of_class = [(classes == number).nonzero().flatten() for number in range(10)]
 
     def draw(self, classes: Tensor) -> Tensor:
-        """A digit of each class, [*classes, 8, 8]."""
+        """Return a random digit of each class, [*classes, 8, 8]."""
         numbers = [
             rows[int(self.uniform(1) * len(rows))]
             for rows in (self.of_class[number] for number in classes.flatten().tolist())
@@ -62,23 +62,23 @@ class Digits:
         return torch.randint(end, shape, generator=self.generator)
 
     def distinct(self, end: int, count: int, each: int) -> Tensor:
-        """`count` rows of `each` different numbers below `end`."""
+        """Return `count` rows of `each` distinct random numbers below `end`."""
         return self.uniform(count, end).argsort(dim=1)[:, :each]
 
 
 class ComposedDigits(ImageDataModule):
-    """Pictures made of scikit-learn's digits, and masks of what speaks for a class.
+    """Base of data modules of pictures made of scikit-learn's digits, with masks of the evidence.
 
-    Each handwritten digit is in one of train, val and test only. Of the seed alone depends what is
-    drawn. A subclass says in `compose` what a picture is.
+    Each handwritten digit is in only one of train, val and test. The pictures depend on the seed
+    alone. A subclass makes them in `compose`.
 
     Args:
-        num_train, num_val, num_test: pictures.
-        **options: as of `ImageDataModule`. Splits are all made here: no fractions.
+        num_train, num_val, num_test: number of pictures of each split.
+        **options: arguments of `ImageDataModule`, except fractions: each split is generated.
 
     Attributes:
-        patch: side of the patches that a model has unless asked for others, in pixels of the
-            pictures as they are made: the parts of a picture are then whole patches.
+        patch: the default patch side of a model, in pixels of the generated pictures, so that the
+            parts of a picture are whole patches.
     """
 
     patch: int
@@ -98,10 +98,10 @@ class ComposedDigits(ImageDataModule):
 
     @abstractmethod
     def compose(self, split: str, count: int, digits: Digits) -> Composed:
-        """`count` pictures of a split."""
+        """Return `count` pictures of a split, made of these digits."""
 
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
-        from sklearn.datasets import load_digits  # half a second that other data need not wait
+        from sklearn.datasets import load_digits  # takes half a second, which only this data needs
 
         found = load_digits()
         ink, classes = torch.from_numpy(found.images / 16).float(), torch.from_numpy(found.target)
@@ -119,7 +119,7 @@ class ComposedDigits(ImageDataModule):
         return facts | {"patch_size": self.patch} if own else facts
 
     def truth(self, split: str = "test") -> Truth:
-        """The pictures of a split, and where in them each class is; after `setup`."""
+        """Return, after `setup`, the pictures of a split and the masks of the classes in them."""
         if split not in self._composed:
             raise RuntimeError(f"truth: no split {split!r}; setup() makes {', '.join(self.counts)}")
         composed, fit = self._composed[split], fit_of(self)
@@ -131,13 +131,13 @@ class ComposedDigits(ImageDataModule):
 
 
 def cells_of(count: int, side: int) -> Tensor:
-    """The number of the cell that each pixel is in, of `count` × `count` cells."""
+    """Return the index of the cell of each pixel, for `count` × `count` cells."""
     cell = torch.arange(count * side) // side
     return cell[:, None] * count + cell
 
 
 def in_cells(pictures: Tensor) -> Tensor:
-    """Pictures from 0 to 1 in the cells of a square, as bytes.
+    """Arrange pictures in [0, 1] in the cells of a square, as uint8.
 
     Args:
         pictures: [images, cells, channels, side, side], the cells in reading order.
@@ -148,5 +148,5 @@ def in_cells(pictures: Tensor) -> Tensor:
 
 
 def as_uint8(canvas: Tensor) -> Tensor:
-    """Pixels from 0 to 1 as bytes."""
+    """Convert pixels in [0, 1] to uint8."""
     return (canvas * 255).round().clamp(0, 255).to(torch.uint8)

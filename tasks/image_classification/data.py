@@ -38,18 +38,19 @@ AugmentArgument = nn.Module | Mapping[str, Any] | Literal["default"] | None
 class ImageDataModule(SplitImages):
     """Labelled images in up to three splits; a subclass reads them in `load()`.
 
-    Splits that `load()` does not give are taken from train, stratified by class. A batch is uint8
-    images [batch, channels, height, width] and int64 labels [batch]; images are brought to
-    `image_size` and `in_channels`, and in training augmented, after the transfer to the device;
-    only random crops come first, of the whole pictures. What the augmentation draws depends on the
-    seed, the step and the process, and on nothing else.
+    Splits that `load()` does not return are taken from train, stratified by class. A batch is uint8
+    images [batch, channels, height, width] and int64 labels [batch]. After the transfer to the
+    device, images are converted to `image_size` and `in_channels`, and in training augmented; only
+    random crops are taken before that, from the whole pictures. The augmentation depends only on
+    the seed, the step and the process.
 
     Args:
-        in_channels: 1 (grey) or 3 (RGB); None: as the module's, else as the training images.
-        augment: `Augment` or any module on uint8 batches; a mapping is what `Augment` takes; None
-            for none; "default" for what suits these images.
+        in_channels: 1 (grey) or 3 (RGB); None: that of the module, otherwise of the training
+            images.
+        augment: `Augment` or any module on uint8 batches; a mapping of the arguments of `Augment`;
+            None for no augmentation; "default" for that of `default_augment`.
         sampling: "balanced": every class gets the same share of an epoch (see `BalancedSampler`);
-            None: every training image comes up once.
+            None: every training image occurs once.
         drop_last: leave out the last training batch of an epoch if it is smaller.
         **options: `image_size`, `interpolation`, `crop_pct`, `value_range`, `batch_size`,
             `num_workers`, `val_fraction`, `test_fraction` and `seed`, as in `SplitImages`.
@@ -62,7 +63,8 @@ class ImageDataModule(SplitImages):
     """
 
     target = "classes"
-    """What is learned; of "labels" and "numbers" the sets' labels are float32 [images, outputs]."""
+    """What is learned; for "labels" and "numbers" the labels of sets are float32 [images,
+    outputs]."""
     shuffled: type[PlacedSampler] = PlacedSampler
     least = ": three of a class, at least"
 
@@ -87,22 +89,23 @@ class ImageDataModule(SplitImages):
         self.drop_last = drop_last
         self.class_names: list[str] = []
         self.chosen: dict[str, dict[str, Any]] = {}
-        """What was left to the training images, by argument: of `augment`, its own arguments."""
+        """What the training images decided, by argument; of `augment`, the arguments of
+        `Augment`."""
 
     @abstractmethod
     def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
-        """The splits there are ("train" and maybe "val" and "test") and the class names."""
+        """Return the splits ("train", and "val" and "test" if they exist) and the class names."""
 
     def default_augment(self) -> nn.Module | None:
-        """What `augment="default"` means for these images."""
+        """Return the augmentation that `augment="default"` means for these images."""
         return None
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split, once; all stages need the training images' size, mean and deviation,
-        but the test of a trained module, which may be of other images."""
+        """Load and split the images, once: all stages need the size, mean and deviation of the
+        training images, except the test of a trained module, which may use other images."""
         if not self.is_read(stage):
             self._read()
-        check_fits_module(self)  # of a trainer that may have come later
+        check_fits_module(self)  # the trainer may have been attached after the first setup
 
     def _read(self) -> None:
         self._follow_module()
@@ -124,7 +127,7 @@ class ImageDataModule(SplitImages):
             self.chosen["augment"] = settle(self.augment, self.sets["train"])
 
     def default_size(self, images: ImageSet) -> int:
-        """The image size where none is given and the module has none."""
+        """Return the image size that is used if neither the user nor the module sets one."""
         return default_image_size(min(sides(images.size)))
 
     @property
@@ -133,7 +136,7 @@ class ImageDataModule(SplitImages):
         return self.sets["train"].labels
 
     def describe(self) -> dict[str, Any]:
-        """What a model and `ImageClassification` need to know; plain values, after `setup`."""
+        """Return, after `setup`, the plain values that a model and `ImageClassification` need."""
         if not self.sets or self.image_size is None or self.in_channels is None:
             raise RuntimeError("describe() comes after setup()")
         mean, std = self.sets["train"].mean_and_std()
@@ -155,7 +158,7 @@ class ImageDataModule(SplitImages):
         }
 
     def summary(self) -> list[str]:
-        """What was found, in a few lines; after `setup`."""
+        """Return, after `setup`, a few lines that describe the data."""
         counts = {split: len(images) for split, images in self.sets.items()}
         rest = outputs_text(self.target, len(self.class_names))
         labels = {split: images.labels for split, images in self.sets.items()}
@@ -168,13 +171,13 @@ class ImageDataModule(SplitImages):
 
     @property
     def crop_min_area(self) -> float | None:
-        """That of the augmentation: training images are then crops of whole pictures."""
+        """`crop_min_area` of the augmentation; None: training images are not cropped at random."""
         return self.augment.crop_min_area if isinstance(self.augment, Augment) else None
 
     @property
     def kept_crop_area(self) -> float | None:
-        """The smallest crop that whole pictures are kept for, known before they are read: the same
-        whichever is chosen, so that a run that goes on reads the same pixels."""
+        """The smallest crop that whole pictures are kept for. It is known before they are read and
+        does not depend on what "auto" chooses, so that a resumed run reads the same pixels."""
         area = self.crop_min_area
         return area if area is None else LEAST_CROP if area == "auto" else min(area, LEAST_CROP)
 
@@ -188,15 +191,15 @@ class ImageDataModule(SplitImages):
         return TrainingImages(self.sets[split], crop, self.seed)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if isinstance(batch, Tensor):  # the module's example, of Lightning's summary
+        if isinstance(batch, Tensor):  # `example_input_array`, for Lightning's summary
             return batch
         images, *rest = batch
         training = self.trainer is not None and self.trainer.training
         cropped = training and self.crop_min_area is not None
         images = self.fitted_images(images, cropped=cropped)
         if self.augment is not None and self.trainer is not None and training:
-            # Its own seed per step and process: what is drawn depends on nothing else, and the
-            # model's random numbers do not depend on the augmentation.
+            # A seed of its own per step and process: the augmentation depends on nothing else, and
+            # the model's random numbers do not depend on the augmentation.
             step = self.trainer.fit_loop.total_batch_idx + 1
             key = np.random.SeedSequence([self.seed, self.trainer.global_rank, step])
             with torch.random.fork_rng(devices=[]):
@@ -205,18 +208,18 @@ class ImageDataModule(SplitImages):
         return (images, *rest)
 
     def fitted_images(self, images: Any, *, cropped: bool) -> Any:
-        """The images of a batch at the size and with the channels that the module takes."""
+        """Convert the images of a batch to the size and channels of the module."""
         fitted = cropped or next(iter(self.sets.values())).fitted
         return fit_images(images, fit_of(self), self.in_channels, fitted=fitted)
 
     def augmented(self, images: Any, *, cropped: bool) -> Any:
-        """Training images, changed at random; where they are cropped already, by the rest of it."""
+        """Augment training images; if they are cropped already, apply only the other changes."""
         if cropped and isinstance(self.augment, Augment):
             return self.augment.after_crop(images)
         return self.augment(images) if self.augment is not None else images
 
     def _follow_module(self) -> None:
-        """What was not asked for is what the module in the trainer was made for."""
+        """Take options that were not given from the module in the trainer."""
         follow_module(self)
         self.in_channels = self.in_channels or getattr(module_of(self), "in_channels", None)
 
@@ -232,7 +235,8 @@ class ImageDataModule(SplitImages):
         return given
 
     def split_rows(self, train: ImageSet, fractions: Sequence[float]) -> list[Tensor]:
-        """About these fractions of every class; nothing of a class of one or two images."""
+        """Split about these fractions off every class; classes of one or two images stay in
+        train."""
         return stratified_split(train.labels, fractions, self.seed)
 
     def _grey_train(self) -> MemoryImages:
@@ -243,13 +247,13 @@ class ImageDataModule(SplitImages):
 
 
 def fit_images(images: Tensor, fit: Fit, channels: int | None, *, fitted: bool) -> Tensor:
-    """A uint8 batch at another size and number of channels.
+    """Convert a uint8 batch to a size and a number of channels.
 
     Args:
         images: [batch, channels, height, width].
-        fit: the size, and how it is reached.
-        channels: 1 or 3; None leaves those that there are.
-        fitted: whether images of that size are ready.
+        fit: the size, and how images are resized to it.
+        channels: 1 or 3; None leaves the channels as they are.
+        fitted: True if images of that size need no further crop.
     """
     if channels is not None and images.shape[1] != channels:
         if images.shape[1] == 1:

@@ -1,4 +1,4 @@
-"""What a model has to know of images, found in the batches of any data module."""
+"""Find what a model must know about images in the batches of any data module."""
 
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
@@ -13,26 +13,27 @@ from torchvision.transforms import v2
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.images.sizes import default_patch_size
 
-_IMAGES = 1024  # that mean and deviation are found with
-_STEPS = 100  # a list that is longer holds data, no transforms
+_IMAGES = 1024  # number of images that mean and deviation are computed from
+_STEPS = 100  # a longer list holds data, not transforms
 
 
 def describe_batches(data: LightningDataModule) -> dict[str, Any]:
-    """What `describe()` would say (`attnkit.lightning.DescribedData`), from the training batches.
+    """Return what `describe()` would (see `attnkit.lightning.DescribedData`), from training
+    batches.
 
-    Sizes and channels are those of the first batch. Classes are, in this order: `class_names`,
-    `classes` or `num_classes` of the data module, or of its training data set (as torchvision's
-    have), or the largest label that the data set has in `targets`, `labels` or `tensors`. Mean and
-    deviation are those of about a thousand images. Pixels that are normalised already (some are
-    below 0 or above 1) are left as they are; `normalized_by` is then the mean and deviation of the
-    one `Normalize` of torchvision that the data module or its data set holds, or empty.
+    Sizes and channels are those of the first batch. The classes are the first of these that exists:
+    `class_names`, `classes` or `num_classes` of the data module; the same of its training data set
+    (torchvision's have them); the largest label in `targets`, `labels` or `tensors` of the data
+    set. Mean and deviation are those of about a thousand images. Pixels that are normalised already
+    (some are below 0 or above 1) are left as they are; `normalized_by` is then the mean and
+    deviation of the one `Normalize` of torchvision in the data module or its data set, or empty.
 
     Args:
-        data: after `setup("fit")`. Its batches are images [batch, channels, height, width], uint8
-            or floats from 0 to 1 or normalised, and integer labels [batch].
+        data: a data module after `setup("fit")`. Its batches are images [batch, channels, height,
+            width], uint8, floats in [0, 1] or normalised floats, and integer labels [batch].
 
     Raises:
-        UserError: its batches are not like this, or it does not tell how many classes there are.
+        UserError: the batches have another form, or the number of classes cannot be found.
     """
     name = type(data).__name__
     loader = data.train_dataloader()
@@ -80,7 +81,7 @@ def _first(loader: Any, name: str) -> tuple[Tensor, Tensor]:
     )
     if fits:
         return images, labels
-    kinds = [_said(part) for part in parts]
+    kinds = [_kind_of(part) for part in parts]
     raise UserError(
         f"data: {name}: expected batches of images [batch, channels, height, width] and integer\n"
         f"  labels [batch], got {', '.join(kinds)[:200]}; a module of yours may take others, and\n"
@@ -88,14 +89,14 @@ def _first(loader: Any, name: str) -> tuple[Tensor, Tensor]:
     )
 
 
-def _said(part: Any) -> str:
+def _kind_of(part: Any) -> str:
     if isinstance(part, Tensor):
         return f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
     return type(part).__name__
 
 
 def _classes(data: Any, dataset: Any) -> tuple[int, list[str]] | None:
-    """How many classes there are, and their names."""
+    """Return the number of classes and their names; None if they cannot be found."""
     for owner in (data, *_within(dataset)):
         for attribute in ("class_names", "classes"):
             names = getattr(owner, attribute, None)
@@ -116,14 +117,14 @@ def _classes(data: Any, dataset: Any) -> tuple[int, list[str]] | None:
 
 
 def _within(dataset: Any) -> Iterator[Any]:
-    """A data set, and those that it is a part of."""
+    """Yield a data set and the data sets that it is a subset of."""
     while dataset is not None:
         yield dataset
         dataset = getattr(dataset, "dataset", None)
 
 
 def _normalize(images: Tensor, owners: Iterable[Any]) -> dict[str, list[float]]:
-    """Mean and deviation of the one `Normalize` there is, if it makes pixels such images."""
+    """Return mean and deviation of the only `Normalize`, if undoing it gives pixels in [0, 1]."""
     steps = [step for owner in owners for step in getattr(owner, "__dict__", {}).values()]
     found = set()
     while steps:
@@ -131,7 +132,7 @@ def _normalize(images: Tensor, owners: Iterable[Any]) -> dict[str, list[float]]:
         if isinstance(step, transforms.Normalize | v2.Normalize):
             found.add((tuple(map(float, step.mean)), tuple(map(float, step.std))))
             continue
-        inside = getattr(step, "transforms", step)  # of a Compose
+        inside = getattr(step, "transforms", step)  # the steps of a Compose
         inside = list(inside.values()) if isinstance(inside, dict) else inside
         if isinstance(inside, list | tuple | nn.Sequential) and len(inside) < _STEPS:
             steps += inside
@@ -146,7 +147,7 @@ def _normalize(images: Tensor, owners: Iterable[Any]) -> dict[str, list[float]]:
 
 
 def _mean_and_std(loader: Any) -> dict[str, Any] | None:
-    """Of pixels; None if they are normalised."""
+    """Return mean and deviation of the pixels; None if they are normalised."""
     total = seen = squares = torch.zeros(())
     images = torch.zeros(0)
     count = 0

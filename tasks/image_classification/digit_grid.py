@@ -1,4 +1,4 @@
-"""Grids of digits of different classes, where the evidence of each class is known."""
+"""Data module of grids of digits, in which the cell of each class is known."""
 
 from typing import Any
 
@@ -15,21 +15,22 @@ from attnkit.tasks.image_classification.composed import (
 
 
 class DigitGrid(ComposedDigits):
-    """n × n digits of different classes, 8 × 8 pixels each: a class is to be seen in its cell.
+    """Grids of n × n digits of different classes, 8 × 8 pixels each: one class in each cell.
 
-    After the grid pointing game (Böhle et al., Convolutional dynamic alignment networks, 2021), in
-    which a classifier of single images is shown grids of them, which it never saw. Here it is
-    trained on grids: each comes n² times, with each of its classes as the label once, so that the
-    best answer is the same probability for all of them, and the accuracy 1/n² at best (of the first
-    five of a 2 × 2 grid 1). A grid is answered right where the n² likeliest classes are in it.
+    The grid pointing game (Böhle et al., Convolutional dynamic alignment networks, 2021) shows
+    grids to a classifier that was trained on single images. Here the classifier is trained on
+    grids. Each grid occurs n² times, once with each of its classes as the label. The best answer is
+    therefore the same probability for all of them, and the best accuracy is 1/n² (the top-5
+    accuracy of a 2 × 2 grid can be 1). An answer is right if the n² likeliest classes are those of
+    the grid.
 
-    Masks are of all cells, with their classes. A map at random has 1/n² of its mass in a cell; so
-    has a Gaussian about the middle of 2 × 2; the mask itself has all.
+    There is a mask for every cell, with its class. A random map has 1/n² of its mass in a cell, as
+    has a Gaussian at the centre of a 2 × 2 grid; the mask itself has all of it.
 
     Args:
         cells: n, 2 or 3.
-        num_train: pictures with a label, n² of each grid; num_val, num_test as well.
-        **options: as of `ComposedDigits`.
+        num_train: number of pictures, n² for each grid; so are num_val and num_test.
+        **options: arguments of `ComposedDigits`.
     """
 
     patch = DIGIT
@@ -37,7 +38,7 @@ class DigitGrid(ComposedDigits):
     def __init__(self, *, cells: int = 2, num_train: int = 8000, **options: Any) -> None:
         super().__init__(num_train=num_train, **options)
         if cells not in (2, 3):
-            raise ValueError(f"cells: expected 2 or 3, a side, got {cells}")
+            raise ValueError(f"cells: expected 2 or 3 cells a side, got {cells}")
         self.cells = cells
 
     def compose(self, split: str, count: int, digits: Digits) -> Composed:

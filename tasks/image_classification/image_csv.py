@@ -1,4 +1,4 @@
-"""Data of image files that a table lists, with what is to be learned of each."""
+"""Data module of a CSV table of image files with classes, labels or numbers."""
 
 import math
 import os
@@ -22,66 +22,66 @@ from attnkit.tasks.images.scan import read_splits
 from attnkit.tasks.images.sets import ImageSet
 from attnkit.tasks.images.table import Table, split_in
 
-# What columns are called that nobody named, in small or capital letters.
+# Names, in any case, by which columns are found that the user did not name.
 _PATH = ("path", "file", "filename", "image", "filepath", "file_name", "image_path", "img")
 _LABEL = ("label", "class", "target", "labels", "classes", "targets")
 _SPLIT = ("split", "subset", "set")
 _GROUP = ("group", "group_id", "patient", "patient_id", "subject", "scene")
 _ANSWERS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _UNKNOWN = ("", "nan")
-_BINS = 10  # of a number, that are shared out evenly between the splits
+_BINS = 10  # quantiles of a number, by which the splits are stratified
 
 
 class _Row(NamedTuple):
-    """An image of the table: its place there, file, split, group and what is to be learned."""
+    """A row of the table: its place in the file, image file, split, group and target."""
 
     where: str
     path: str
     split: str
     group: str
-    truth: tuple[Any, ...]  # the class; the labels; or a number or 0, 1 or NaN for each column
+    truth: tuple[Any, ...]  # the class; the labels; or a number (or 0, 1, NaN) for each column
 
 
 class ImageCsvData(ImageDataModule):
-    """Images that a table lists: a path and a label a row, and if given a split and a group.
+    """Images listed in a table: each row has a path and a label, and may have a split and a group.
 
-    The table is a text file in UTF-8 with a header and a row per line, with commas, semicolons or
-    tabs between the columns. `target` says what is learned:
+    The table is a text file in UTF-8 with a header and a row per line; columns are separated by
+    commas, semicolons or tabs. `target` selects what is learned:
 
-    - "classes": one class of each image, whatever its column holds;
-    - "labels": several of each, for `ImageValues`: names between `separator`s in one column, where
-      an empty cell is no label at all; or several columns of 0 and 1, where an empty cell is
-      unknown and does not count;
-    - "numbers": a number of each image, or one of each of several columns, for `ImageValues`.
+    - "classes": one class per image; each distinct value of the column is a class;
+    - "labels": several labels per image, for `ImageValues`: names between `separator`s in one
+      column, where an empty cell means no label; or several columns of 0 and 1, where an empty cell
+      is unknown and does not count;
+    - "numbers": one number per image, or one in each of several columns, for `ImageValues`.
 
-    Splits that no column gives are taken from train: of each class, label or tenth of the numbers
-    about the same fraction, where a group, and equal files, are never on both sides.
+    Splits that no column gives are taken from train, about the same fraction of each class, label
+    or tenth of the numbers. A group, and files with equal bytes, always stay on one side.
 
     Everything else, such as decoding, `memory_gb` and crops, is as in `ImageFolderData`.
 
     Args:
         table: the file.
-        images: the folder that paths start from; None: that of the table.
+        images: the folder that paths are relative to; None: the folder of the table.
         target: "classes", "labels" or "numbers".
-        path_column: name of the column of files; None: path, file, filename, image or the like.
-        label_column: of what is learned, or several names; None: label, class, target or the like,
-            else the one column that is left, or of labels all of 0 and 1 that are left. Of labels
-            a list of one name is a column of 0 and 1.
-        split_column: of train, val or test, in any of their usual spellings; None: split, subset or
-            set, if there is one; "": none.
-        group_column: of what has to stay together; None: group, patient, subject or scene, if there
-            is one; "": none.
-        separator: what is between several labels of an image.
-        delimiter: what is between the columns; None: the one that the header has most of.
-        skip_corrupt: leave out rows that are wrong, and files that cannot be decoded. Else a wrong
-            row is an error, and of files see `ImageFolderData`.
+        path_column: name of the column of files; None: path, file, filename, image or similar.
+        label_column: name, or list of names, of the columns of the target; None: label, class,
+            target or similar, otherwise the only remaining column, or for labels all remaining
+            columns of 0 and 1. For labels, a list of one name is a column of 0 and 1.
+        split_column: name of the column that holds train, val or test in any usual spelling; None:
+            split, subset or set, if there is one; "": no column.
+        group_column: name of the column of groups, which stay together; None: group, patient,
+            subject or scene, if there is one; "": no column.
+        separator: text between several labels of an image.
+        delimiter: character between columns; None: the most frequent of , ; and tab in the header.
+        skip_corrupt: leave out wrong rows and files that cannot be decoded. Otherwise a wrong row
+            is an error; for files see `ImageFolderData`.
         memory_gb: see `ImageFolderData`.
-        **options: those of `ImageDataModule`; `sampling` is of classes alone.
+        **options: arguments of `ImageDataModule`; `sampling` is for classes only.
 
     Raises:
-        ValueError: the table or the folder is not there, or an argument is out of range.
+        ValueError: the table or the folder does not exist, or an argument is out of range.
         UserError: in `setup`, if a column is missing, rows are wrong, or a group is in several of
-            the given splits: what is tested would be known from the training.
+            the given splits, so that the test would use data of the training.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ImageCsvData(ImageDataModule):
         if self.sampling is not None and target != "classes":
             raise ValueError(f"sampling: expected null with target={target}, got {self.sampling!r}")
         if not separator:
-            raise ValueError("separator: expected what is between two labels, got ''")
+            raise ValueError("separator: expected the text between two labels, got ''")
         file = existing("table", table, folder=False)
         self.table = Table(file, delimiter)
         self.folder = file.parent if images is None else existing("images", images, folder=True)
@@ -187,7 +187,7 @@ class ImageCsvData(ImageDataModule):
     # --- rows -------------------------------------------------------------------------------------
 
     def _rows(self) -> tuple[list[_Row], list[str], list[str]]:
-        """The rows, what is wrong with others, and the columns of numbers or of 0 and 1."""
+        """Return the valid rows, the problems of the others, and the names of the value columns."""
         path_at = self._column("path", _PATH)
         if path_at is None:
             raise self._none_called("path", _PATH)
@@ -217,7 +217,7 @@ class ImageCsvData(ImageDataModule):
                 group = "" if group_at is None else fields[group_at] or path
                 row = _Row(where, path, split, group, truth)
                 first = found.setdefault(path, row)
-                if repr(first[2:]) != repr(row[2:]):  # NaN is NaN
+                if repr(first[2:]) != repr(row[2:]):  # repr, because NaN differs from NaN
                     raise UserError(
                         f"{where}: {path} has another label, split or group in "
                         f"{first.where.rpartition(', ')[2]}"
@@ -229,7 +229,7 @@ class ImageCsvData(ImageDataModule):
     def _truth(
         self, cells: Sequence[str], named: Sequence[str], where: str, in_columns: bool
     ) -> tuple[Any, ...]:
-        """What is to be learned of a row, from the cells of its columns."""
+        """Return the target of a row, from the cells of the label columns."""
         if self.target == "classes":
             if not cells[0]:
                 raise UserError(f"{where}: no {named[0]}")
@@ -252,11 +252,11 @@ class ImageCsvData(ImageDataModule):
         return tuple(found)
 
     def _column(self, kind: str, guesses: Sequence[str]) -> int | None:
-        """The column that was named, or one that is called as such columns are."""
-        asked = getattr(self, f"{kind}_column")
-        if asked is None:
+        """Return the place of the named column, or of one with a usual name; None: no column."""
+        name = getattr(self, f"{kind}_column")
+        if name is None:
             return self.table.guessed(guesses)
-        return self.table.place(asked) if asked else None
+        return self.table.place(name) if name else None
 
     def _label_places(
         self, others: Sequence[int | None], lines: Sequence[tuple[str, str]]
@@ -292,7 +292,7 @@ class ImageCsvData(ImageDataModule):
         )
 
     def _report(self, problems: list[str], count: int) -> None:
-        """Name the rows that are wrong; UserError unless they are to be left out."""
+        """Print the wrong rows; raise UserError unless `skip_corrupt` leaves them out."""
         for line in shortened(problems, MAX_NAMED):
             say_once(f"{'left out' if self.skip_corrupt else 'wrong'}: {line}")
         if problems and not self.skip_corrupt:
@@ -318,11 +318,11 @@ class ImageCsvData(ImageDataModule):
             )
 
     def split_rows(self, train: ImageSet, fractions: Sequence[float]) -> list[Tensor]:
-        """About these fractions of every class, label or tenth of the numbers, in whole groups."""
+        """Split about these fractions off every class, label or tenth of the numbers, by groups."""
         return self._split_whole(train, fractions)
 
     def _split_whole(self, train: ImageSet, fractions: Sequence[float]) -> list[Tensor]:
-        """Files that are equal, and those of a group, are on one side."""
+        """Split so that equal files, and files of a group, are on one side."""
         strata = self._strata(train.labels)
         groups: Tensor | None = getattr(train, "groups", None)
         equal = torch.tensor(self.first_of_equal)
@@ -335,17 +335,17 @@ class ImageCsvData(ImageDataModule):
         return grouped_split(_joined(groups, equal), strata, fractions, self.seed)
 
     def _strata(self, labels: Tensor) -> Tensor:
-        """What is shared out evenly: a class of each image, or which labels it has."""
+        """Return what the split is stratified by: a class per image, or which labels it has."""
         if self.target == "classes":
             return labels
-        if self.target == "numbers":  # by the first
+        if self.target == "numbers":  # by the first number
             return labels[:, 0].argsort().argsort() * _BINS // max(1, len(labels))
         has = labels == 1
         return torch.cat([has, ~has.any(dim=1, keepdim=True)], dim=1)
 
 
 def _joined(groups: Tensor | None, equal: Tensor) -> Tensor:
-    """Groups of which those are one that share a file with equal bytes."""
+    """Return groups in which groups that share a file with equal bytes are merged."""
     found = equal if groups is None else groups
     while groups is not None:
         least = torch.full_like(equal, len(groups)).scatter_reduce(0, equal, found, "amin")
@@ -361,6 +361,6 @@ def _joined(groups: Tensor | None, equal: Tensor) -> Tensor:
 
 
 def _in_order(name: str) -> tuple[bool, int, str]:
-    """Whole numbers by their size, before names by their letters."""
+    """Return a sort key: whole numbers by size, then names by letters."""
     is_number = name.isascii() and name.isdigit()
     return not is_number, int(name) if is_number else 0, name

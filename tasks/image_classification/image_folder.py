@@ -1,4 +1,4 @@
-"""Images in folders, one folder per class."""
+"""Data module of image folders, one folder per class."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,46 +18,46 @@ from attnkit.tasks.tokens import TokenSampler
 class ImageFolderData(KeepsSizes, ImageDataModule):
     """Images under `root`: `train/`, and if given `val/` and `test/`, with a folder per class.
 
-    Other usual spellings are read too, as `Training/`, `dev/` or `eval/`. `root` may also hold the
-    class folders themselves. Images may have any size and mode: the largest centred part of the
-    shape of `image_size` is used (default: a square of the median short side of the training
-    images, at most 224, rounded down to whole patches). `root` is never written to.
+    Other usual spellings are read too, such as `Training/`, `dev/` or `eval/`. `root` may also hold
+    the class folders themselves. Images may have any size and mode: the largest centred part with
+    the aspect ratio of `image_size` is used (default: a square of the median short side of the
+    training images, at most 224, rounded down to whole patches). `root` is never written to.
 
-    `Trainer.test` of a trained module is of the test split, or if there is none, of the files that
-    it was not trained on; they may lack classes of the module.
+    `Trainer.test` of a trained module uses the test split, or if there is none, the files that the
+    module was not trained on; classes of the module may be missing there.
 
-    If `augment` has a `crop_min_area`, training images are crops of the whole pictures, which are
-    shrunk before by a whole factor that leaves the smallest crop, or one of half the area, as many
-    pixels as `image_size` has.
+    If `augment` has a `crop_min_area`, training images are crops of the whole pictures. These are
+    first shrunk by a whole factor, such that the smallest crop, or one of half the area, still has
+    as many pixels as `image_size`.
 
     Each file is decoded once, before training; the pixels stay in memory if all splits, and the
-    whole pictures twice, fit in `memory_gb`. Else each file is decoded once to see that it can be
-    (what was found is remembered in the user's cache folder until a file changes) and again
-    whenever a batch needs it, in `num_workers` processes; the pixels are the same.
+    whole pictures twice, fit in `memory_gb`. Otherwise each file is decoded once to check it (the
+    result is kept in the user's cache folder until a file changes) and again whenever a batch needs
+    it, in `num_workers` processes; the pixels are the same.
 
     Args:
         root: the folder.
-        skip_corrupt: leave out files that cannot be decoded, however many. Else more than 1 % of a
-            split, or one in a given val or test folder, is an error.
+        skip_corrupt: leave out files that cannot be decoded, however many. Otherwise more than 1 %
+            of a split, or one such file in a given val or test folder, is an error.
         memory_gb: gigabytes (10⁹ bytes) of pixels that this process may hold; None: half of what is
             available, shared between the processes of this machine.
-
-        native: images keep their size and proportion, and a batch is a list of them, for a model
-            that takes such, as `attnkit.ViT`. Each side becomes the nearest multiple of the patch.
-            `image_size` is then only the size whose positions the model learns; positions of
-            others are resampled from them. Training images are parts of at least `crop_min_area`
-            of them, of whole patches, and are not resized.
-        max_tokens: patches of a batch at most, instead of `batch_size`; None: 4096. Only with
-            `native`, as are the next two.
-        max_image_tokens: patches of an image at most, up to half of `max_tokens`; None: a quarter
-            of `max_tokens`, 1024 at most. A larger picture is shrunk in its proportion.
+        native: images keep their size and aspect ratio, and a batch is a list of them, for a model
+            that takes lists, such as `attnkit.ViT`. Each side becomes the nearest multiple of the
+            patch. `image_size` is then only the size whose positions the model learns; positions of
+            other sizes are resampled. Training images are crops of at least `crop_min_area`, of
+            whole patches, and are not resized.
+        max_tokens: maximum number of patches of a batch, instead of `batch_size`; None: 4096. This
+            and the next two arguments need `native`.
+        max_image_tokens: maximum number of patches of an image, up to half of `max_tokens`; None: a
+            quarter of `max_tokens`, at most 1024. A larger picture is shrunk, with its aspect
+            ratio.
         patch_size: side in pixels of the model's patches; None: 16.
 
     The other arguments are those of `ImageDataModule`.
 
     Raises:
-        ValueError: `root` is not a folder, or options that need `native`, or that it excludes.
-        UserError: in `setup`, if the folders or files are not as described.
+        ValueError: `root` is not a folder, or an option needs `native` or is excluded by it.
+        UserError: in `setup`, if the folders or files do not have this form.
     """
 
     def __init__(

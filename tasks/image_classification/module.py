@@ -1,4 +1,4 @@
-"""The LightningModule of image classification, and what it shares with that of values."""
+"""The LightningModule of image classification, and the base that `ImageValues` shares."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,23 +29,25 @@ if TYPE_CHECKING:
 
 
 class OfImages(NormalizesImages, TaskModule):
-    """What modules that learn something of an image do, whatever it is: they normalise, and say
-    what is explained, predicted and exported.
+    """Base of modules that learn a target of each image: normalises, explains and exports.
 
-    It is the first base of a module. The second, `ClassificationModule` or `ValuesModule`, says
-    what is learned.
+    It is the first base of a module. The second, `ClassificationModule` or `ValuesModule`, defines
+    the target.
     """
 
     class_names: list[str]
     outputs_name: str
-    """What the exported program returns."""
-    evaluate: Callable[[str, Tensor, Tensor], None]  # of the second base
+    """Name of the output of the exported program."""
+    evaluate: Callable[[str, Tensor, Tensor], None]  # defined in the second base
     meaning: Callable[[], str]
 
     def forward(self, images: Tensor) -> Tensor:
-        """What the model returns of images, uint8, or float from 0 to 1 or normalised by the data
-        module (`normalized_by`): logits [batch, num_classes], or numbers in their units; of one
-        tensor, or a list of images of their own sizes."""
+        """Return logits [batch, num_classes], or numbers in their units.
+
+        Args:
+            images: a tensor, or a list of images of different sizes; uint8, float in [0, 1], or
+                normalised by the data module (`normalized_by`).
+        """
         return super().forward(self.normalized(images))
 
     def setup(self, stage: str) -> None:
@@ -60,13 +62,13 @@ class OfImages(NormalizesImages, TaskModule):
             )
 
     def outputs_of(self, images: Tensor, num_outputs: int) -> Tensor:
-        """What `forward` returns, float32; of a batch of files that turned out empty, nothing."""
+        """Return `forward(images)` in float32; zero rows if no file of the batch could be read."""
         # Not every model takes an empty batch.
         return self(images).float() if len(images) else self.mean.new_zeros((0, num_outputs))
 
     def explained(self, batch: Any) -> Explained:
-        """What `attnkit.explain` is given of a batch: this module and images as floats, a list of
-        them where they have several sizes."""
+        """Return the inputs of `attnkit.explain` for a batch: this module, and images as floats, in
+        a list if they differ in size."""
         images, *rest = batch
         if isinstance(images, list) and len({image.shape for image in images}) == 1:
             images = torch.stack(images)
@@ -88,7 +90,7 @@ class OfImages(NormalizesImages, TaskModule):
         return made
 
     def programs(self) -> dict[str, "Program"]:
-        """`model`: uint8 images to what `forward` returns, the normalisation inside."""
+        """Return the program to export: `model` maps uint8 images to the result of `forward`."""
         if self.image_size is None:
             return {}
         from attnkit.lightning.export.program import Program
@@ -105,7 +107,8 @@ class OfImages(NormalizesImages, TaskModule):
         }
 
     def look(self, images: Tensor) -> None:
-        """Notice that the data module normalises, which files to predict would have to be, too."""
+        """Record whether the data module normalises: files to predict must then be normalised
+        too."""
         if self.normalized_by is not None or not images.is_floating_point():
             return
         if images.min() < -0.01 or images.max() > 1.01:
@@ -126,33 +129,32 @@ class OfImages(NormalizesImages, TaskModule):
 
 
 class ImageClassification(OfImages, ClassificationModule):
-    """One label per image: cross-entropy, top-1 and top-5 accuracy, scores per class.
+    """Classifies images, one label each: cross-entropy, top-1 and top-5 accuracy, class scores.
 
-    Normalises inside, so that a checkpoint carries its preprocessing. Logged, tested and shown is
-    what `ClassificationModule` says, and with more than five classes `val/top5_accuracy` and
-    `test/top5_accuracy` (with five or fewer it would always be 1). `train/loss` is the loss that is
-    minimised, with its smoothing and mixing; the others are plain cross-entropy. With smoothing or
-    mixing, `train/plain_loss` is that of training, without smoothing (but of mixed images).
+    The module normalises images itself, so that a checkpoint carries its preprocessing. It logs
+    what `ClassificationModule` does, and with more than five classes also `val/top5_accuracy` and
+    `test/top5_accuracy` (with five or fewer they would always be 1). `train/loss` is the minimised
+    loss, with smoothing and mixing; the other losses are plain cross-entropy. With smoothing or
+    mixing, `train/plain_loss` is the training loss without smoothing (but of mixed images).
 
     Args:
         model: images [batch, in_channels, height, width] to logits [batch, num_classes]; a module,
             or its configuration (see `TaskModule`).
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
-        class_names: for tables and pictures; "0", "1", … unless given.
-        image_size: side of the images in pixels, or [height, width], for those who prepare images
-            to predict.
-        interpolation, crop_pct, value_range: how pictures were brought to that size (see
-            `ImageDataModule`).
+        class_names: names for tables and pictures; None: "0", "1", …
+        image_size: side of the images in pixels, or [height, width], by which images to predict are
+            prepared.
+        interpolation, crop_pct, value_range: how images were resized to it (see `ImageDataModule`).
         normalized_by: `mean` and `std` with which the data module normalises its batches of floats;
-            empty, if it does in a way that is not known. Floats are then taken as they are.
+            empty if they are not known. Floats are then taken as they are.
         in_channels: 1 (grey) or 3 (RGB).
-        max_image_tokens: images come as lists, each of its own size and of at most so many patches
-            (`native` of `ImageFolderData`); None: all have one size.
-        mean: of the training pixels on the scale from 0 to 1, per channel.
-        std: their standard deviation.
+        max_image_tokens: batches are lists of images of different sizes, each of at most this many
+            patches (`native` of `ImageFolderData`); None: all images have one size.
+        mean: mean of the training pixels, scaled to [0, 1], per channel.
+        std: standard deviation of the training pixels, per channel.
         class_weights: see `ClassificationModule`.
-        label_smoothing: share of the target spread over all classes (Szegedy et al., 2016).
+        label_smoothing: share of the target that is spread over all classes (Szegedy et al., 2016).
         mixup: α of mixup's Beta(α, α) (Zhang et al., 2018); 0: none.
         cutmix: α of CutMix (Yun et al., 2019); 0: none. With both, each batch gets one of them.
     """
@@ -206,19 +208,19 @@ class ImageClassification(OfImages, ClassificationModule):
 
     @staticmethod
     def describe_data(data: LightningDataModule) -> dict[str, Any]:
-        """What is to be known of data without `describe()`: see `describe_batches`."""
+        """Describe a data module that has no `describe()`; see `describe_batches`."""
         from attnkit.tasks.image_classification.describe import describe_batches
 
         return describe_batches(data)
 
     @torch.no_grad()
     def classify(self, images: Tensor) -> dict[str, list[Any]]:
-        """The classes of images [batch, in_channels, height, width], uint8 or float from 0 to 1.
+        """Classify images [batch, in_channels, height, width], uint8 or float in [0, 1].
 
         Returns:
-            of each image `label` (the name of the most probable class), `probability`, `top5`
-            (up to five pairs of name and probability, best first), and of up to 1,000 classes
-            `p(<class>)`, the probability of each.
+            lists with an entry per image: `label` (the name of the most probable class),
+            `probability`, `top5` (up to five pairs of name and probability, best first), and for up
+            to 1,000 classes `p(<class>)`, the probability of each.
         """
         probabilities = self.outputs_of(images, self.num_classes).softmax(dim=1)
         best = probabilities.topk(min(5, self.num_classes), dim=1)
@@ -234,7 +236,7 @@ class ImageClassification(OfImages, ClassificationModule):
         }
 
     def _truths(self, paths: Sequence[str]) -> list[str]:
-        """The class in whose folder each file lies, or nothing."""
+        """Return for each file the class whose folder it lies in, or ""."""
         folders = [Path(path).parent.name for path in paths]
         return [name if name in self.class_names else "" for name in folders]
 
@@ -242,7 +244,7 @@ class ImageClassification(OfImages, ClassificationModule):
         return {"classes": self.class_names, "preprocessing": self.preprocessing()}
 
     def meaning(self) -> str:
-        """What the outputs of an exported program are."""
+        """Describe the output of an exported program."""
         return "softmax makes probabilities of them"
 
     def metrics(self) -> dict[str, Metric]:
@@ -265,14 +267,14 @@ class ImageClassification(OfImages, ClassificationModule):
         losses = self.losses(logits, labels)
         plain = None
         changed = self.label_smoothing or self.class_weights is not None
-        if self.mix is not None or changed:  # of mixed images it stays the loss
+        if self.mix is not None or changed:  # kept for mixed images too
             with torch.no_grad():
                 plain = functional.cross_entropy(logits.float(), labels, reduction="none")
         self.log_train_loss(losses, plain)
         return losses.mean()
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each sample that training minimises the mean of.
+        """Return the loss of each sample; training minimises their mean.
 
         Args:
             logits: [samples, num_classes].
@@ -287,11 +289,11 @@ class ImageClassification(OfImages, ClassificationModule):
         )
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, list[Any]]:
-        """Predictions of a batch, one list entry per image.
+        """Predict a batch; lists have one entry per image.
 
         Returns:
-            what `classify` does; `path`, if the batch brought paths; and where it is known `truth`:
-            the class that the batch brought, or in whose folder a file lies.
+            the result of `classify`; `path`, if the batch has paths; and if it is known, `truth`:
+            the class in the batch, or the class whose folder a file lies in.
         """
         images, *rest = batch
         rows = self.classify(images)

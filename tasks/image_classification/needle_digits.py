@@ -1,4 +1,4 @@
-"""A coloured digit among grey ones: the class is seen in one place and in no other."""
+"""Data module of a coloured digit among grey ones: only one place shows the class."""
 
 from typing import Any
 
@@ -16,21 +16,21 @@ from attnkit.tasks.image_classification.composed import (
     in_cells,
 )
 
-_CELLS = 4  # a side, each of which holds at most one digit
-_STROKE = 4  # pixels of a side of a piece of a digit
+_CELLS = 4  # cells a side, each with at most one digit
+_STROKE = 4  # side in pixels of a piece of a digit
 
 
 class NeedleDigits(ComposedDigits):
-    """One coloured digit, whose class is the label, among grey ones and strokes, 32 × 32 pixels.
+    """One coloured digit, whose class is the label, among grey digits and strokes, 32 × 32 pixels.
 
-    Everything is in a random place of 4 × 4, and the grey digits are of random classes, so that
-    only the 8 × 8 pixels of the coloured one say the class; they are the mask. A map at random, and
-    a Gaussian about the middle, has 1/16 of its mass there, the mask itself all.
+    Each is in a random cell of 4 × 4, and the grey digits have random classes, so that only the
+    8 × 8 pixels of the coloured digit show the class; they are the mask. A random map, or a
+    Gaussian at the centre, has 1/16 of its mass there; the mask itself has all of it.
 
     Args:
-        num_distractors: grey digits.
-        num_strokes: pieces of grey strokes, 4 × 4 pixels; at most 15 with the digits.
-        **options: as of `ComposedDigits`.
+        num_distractors: number of grey digits.
+        num_strokes: number of pieces of grey strokes, 4 × 4 pixels; at most 15 with the digits.
+        **options: arguments of `ComposedDigits`.
     """
 
     patch = DIGIT
@@ -59,7 +59,7 @@ class NeedleDigits(ComposedDigits):
         return Composed(in_cells(cells), classes[:, 0], masks, classes[:, :1])
 
     def _pieces(self, count: int, digits: Digits) -> Tensor:
-        """Which pixels of a digit are a piece of it, [count, num_strokes, 8, 8]."""
+        """Return masks of a random piece of each digit, bool [count, num_strokes, 8, 8]."""
         starts = digits.integers(DIGIT - _STROKE + 1, 2, count, self.num_strokes, 1)
         pixels = torch.arange(DIGIT)
         rows, columns = ((pixels >= starts) & (pixels < starts + _STROKE)).unbind(0)

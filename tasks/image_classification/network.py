@@ -1,4 +1,4 @@
-"""A convolutional network with attention in it."""
+"""Build a convolutional network with attention modules inserted."""
 
 import inspect
 from collections.abc import Callable
@@ -20,17 +20,19 @@ def attention_network(
     in_channels: int,
     num_classes: int,
 ) -> nn.Module:
-    """The backbone, with one attention module in each of its blocks or stages.
+    """Return the backbone with one attention module in each of its blocks or stages.
 
     Args:
-        backbone: called with `in_channels` and `num_classes`, and with `image_size` if it takes
-            that; images to logits.
-        attention: called with the channels of a feature map; a module map → map. None: as it is.
+        backbone: constructor, called with `in_channels` and `num_classes`, and with `image_size` if
+            it takes it; the network maps images to logits.
+        attention: constructor, called with the number of channels of a feature map; the module maps
+            it to one of the same shape. None: no attention is inserted.
         where: "blocks", "stages" or a pattern of module names: see `attnkit.insert_attention`.
-        start_as_identity: whether the network first computes what it did without attention.
-        image_size: side, or [height, width], in pixels of the images that channels are found with.
-        in_channels: of the images.
-        num_classes: how many logits.
+        start_as_identity: whether the network at first computes the same as without attention.
+        image_size: side, or [height, width], in pixels of an example image, which is used to find
+            the number of channels.
+        in_channels: number of channels of the images.
+        num_classes: number of logits.
     """
     takes_size = "image_size" in inspect.signature(backbone).parameters
     size = {"image_size": image_size} if takes_size else {}

@@ -1,4 +1,4 @@
-"""Digits beside a coloured mark that predicts the class or not: data with a known shortcut."""
+"""Data module with a known shortcut: a coloured mark that may predict the class of a digit."""
 
 from typing import Any, Literal
 
@@ -17,27 +17,27 @@ from attnkit.tasks.image_classification.composed import (
 )
 
 SIDE = 16
-MARK = 4  # pixels of a side
+MARK = 4  # side of the mark in pixels
 _CELLS = SIDE // MARK
 
 
 class PlantedShortcut(ComposedDigits):
-    """A grey digit in the middle, and a mark of 4 × 4 pixels at the border, 16 × 16 pixels in all.
+    """A grey digit in the middle and a mark of 4 × 4 pixels at the border of 16 × 16 pixels.
 
-    In training and validation the mark has the colour of the label's class with a probability of
-    `strength`, and else one drawn at random: at 1 it is all that a model needs, at 0 it says
-    nothing. In the test it is drawn at random, unless `test_mark` is "training", so that the
-    accuracy says whether the model looks at the digit. `painted` swaps marks: a model whose answer
-    follows relies on them.
+    In training and validation the mark has the colour of the label's class with probability
+    `strength`, and a random colour otherwise: at 1 a model needs only the mark, at 0 the mark is
+    uninformative. In the test its colour is random, unless `test_mark` is "training", so that the
+    accuracy shows whether the model uses the digit. `painted` swaps marks: if the answer of a model
+    follows, it relies on them.
 
-    The mask is the mark, of the class of its colour. A map at random has 1/16 of its mass there, a
-    Gaussian about the middle less.
+    The mask is the mark, with the class of its colour. A random map has 1/16 of its mass there, a
+    Gaussian at the centre less.
 
     Args:
-        strength: from 0 to 1.
-        place: of the mark: "random" at the border, or the upper left "corner".
-        test_mark: "random", or "training".
-        **options: as of `ComposedDigits`.
+        strength: probability, from 0 to 1, that the mark has the colour of the class.
+        place: place of the mark: "random" at the border, or the upper left "corner".
+        test_mark: colour of the mark in the test: "random", or as in "training".
+        **options: arguments of `ComposedDigits`.
     """
 
     patch = MARK
@@ -74,13 +74,14 @@ class PlantedShortcut(ComposedDigits):
 
 
 def painted(images: Tensor, masks: Tensor, marks: Tensor) -> Tensor:
-    """Images uint8 [images, 3, height, width] with marks of these classes.
+    """Return images with marks in the colours of these classes.
 
-    To swap a mark is to intervene: where the answer follows, the model relies on it.
+    Swapping the mark is an intervention: a model whose answer follows relies on the mark.
 
     Args:
-        masks: bool [images, height, width], where the marks are.
-        marks: int64 [images], classes.
+        images: uint8 [images, 3, height, width].
+        masks: bool [images, height, width], the places of the marks.
+        marks: int64 [images], the classes.
     """
     colours = torch.tensor(COLOURS, dtype=torch.uint8)[marks][:, :, None, None]
     return torch.where(masks[:, None], colours, images)

@@ -1,4 +1,4 @@
-"""The LightningModule of images with several labels, or numbers, each."""
+"""The LightningModule that learns several labels, or numbers, of each image."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -18,28 +18,28 @@ from attnkit.tasks.images.sizes import Size, sides
 
 
 class ImageValues(OfImages, ValuesModule):
-    """Several labels, or numbers, of each image: see `ValuesModule`.
+    """Learns several labels, or numbers, of each image; see `ValuesModule`.
 
-    Of labels, each validation chooses for every label the threshold of its probability with the
-    best F1; a checkpoint keeps them, and a label that validation does not hold both ways has 0.5.
-    A test logs besides `test/f1`, the mean over the labels that there are of F1 at these
-    thresholds; of numbers, validation and test log `r2`, the share of the variance that is
-    explained, as a mean over the numbers.
+    Labels: each validation chooses for every label the threshold of its probability with the best
+    F1, which a checkpoint keeps; the threshold is 0.5 if the validation images all have the label
+    or all lack it. The test also logs `test/f1`, the mean over the labels that occur of F1 at these
+    thresholds. Numbers: validation and test also log `r2`, the explained share of the variance, as
+    a mean over the numbers.
 
     Args:
         model: images [batch, in_channels, height, width] to [batch, num_outputs]; a module, or its
             configuration (see `TaskModule`).
         optimizer, scheduler, finetune: see `TaskModule`.
         target: "labels" or "numbers".
-        num_outputs: labels or numbers of an image.
-        class_names: of these, for tables; "0", "1", … unless given.
-        image_size, interpolation, crop_pct, value_range, normalized_by, in_channels, mean, std: of
-            the images, as of `ImageClassification`.
+        num_outputs: number of labels or numbers of an image.
+        class_names: their names, for tables; None: "0", "1", …
+        image_size, interpolation, crop_pct, value_range, normalized_by, in_channels, mean, std:
+            properties of the images, as in `ImageClassification`.
 
     Attributes:
-        thresholds: of labels, [num_outputs]: an image has a label from this probability on.
-        class_scores: of labels, after a test: of each precision, recall and F1.
-        test_values: after a test outputs and truth, [images, num_outputs] each.
+        thresholds: [num_outputs], for labels: an image has a label from this probability on.
+        class_scores: after a test, for labels: precision, recall and F1 of each.
+        test_values: after a test, outputs and truth, [images, num_outputs] each.
     """
 
     level = "image"
@@ -81,7 +81,7 @@ class ImageValues(OfImages, ValuesModule):
         self.outputs_name = "logits" if target == "labels" else "numbers"
         if target == "labels":
             self.register_buffer("thresholds", torch.full((num_outputs,), 0.5))
-            self.not_averaged = ("thresholds",)  # by EMA
+            self.not_averaged = ("thresholds",)  # the average of weights (EMA) leaves them out
             self.val_values = AllValues()
         self.all_test_values = AllValues()
         self.class_scores: list[ClassScore] = []
@@ -108,12 +108,12 @@ class ImageValues(OfImages, ValuesModule):
             return
         outputs, truth = self.val_values.compute()
         self.val_values.reset()
-        if self.trainer.state.fn == "fit":  # a validation alone changes nothing
+        if self.trainer.state.fn == "fit":  # `run=validate` changes nothing
             for place, (score, is_there) in enumerate(zip(outputs.T, truth.T, strict=True)):
                 self.thresholds[place] = best_threshold(score.sigmoid(), is_there)
 
     def on_test_epoch_end(self) -> None:
-        # Every process takes part in what is gathered.
+        # All processes must call compute, which gathers.
         outputs, truth = self.test_values = self.all_test_values.compute()
         self.all_test_values.reset()
         if self.target == "numbers":
@@ -135,11 +135,12 @@ class ImageValues(OfImages, ValuesModule):
 
     @torch.no_grad()
     def classify(self, images: Tensor) -> dict[str, list[Any]]:
-        """What is said of images [batch, in_channels, height, width], uint8 or float from 0 to 1.
+        """Predict images [batch, in_channels, height, width], uint8 or float in [0, 1].
 
         Returns:
-            of each image `labels`, the names of those from their threshold on, and of up to 1,000
-            labels `p(<label>)`, the probability of each; or each number by its name.
+            lists with an entry per image: `labels`, the names of the labels at or above their
+            threshold, and for up to 1,000 labels `p(<label>)`, the probability of each; or each
+            number by its name.
         """
         outputs = self.outputs_of(images, self.num_outputs)
         found = self.columns(outputs)
@@ -148,8 +149,10 @@ class ImageValues(OfImages, ValuesModule):
         return {**found, "labels": self._names(outputs.sigmoid() >= self.thresholds)}
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, list[Any]]:
-        """What `classify` says of a batch, after `path` or `truth`, where it brought them; `truth`
-        is the names of the labels, or of one number the number."""
+        """Return `path` or `truth`, if the batch has them, and the result of `classify`.
+
+        `truth` holds the names of the labels, or the numbers (one number without a list).
+        """
         images, *rest = batch
         rows = self.classify(images)
         if not rest:
@@ -162,7 +165,7 @@ class ImageValues(OfImages, ValuesModule):
         return {"truth": [row[0] if len(row) == 1 else row for row in truth], **rows}
 
     def explained(self, batch: Any) -> Explained:
-        """What `attnkit.explain` is given of a batch: each label by itself, or each number."""
+        """Return the inputs of `attnkit.explain` for a batch; each label or number is explained."""
         made = super().explained(batch)
         made.truth, made.of = None, "sigmoid" if self.target == "labels" else "logit"
         return made
@@ -183,12 +186,12 @@ class ImageValues(OfImages, ValuesModule):
 
 
 def best_threshold(scores: Tensor, truth: Tensor) -> float:
-    """The threshold of the best F1 of scores from 0 to 1 [samples], halfway to the next lower
-    score; 0.5 unless there are samples of 0 and of 1.
+    """Return the threshold with the best F1, halfway to the next lower score; 0.5 unless there are
+    samples of both 0 and 1.
 
     Args:
-        scores: of the samples; one at or above the threshold counts as 1.
-        truth: 0, 1, or NaN, which does not count.
+        scores: from 0 to 1, [samples]; a score at or above the threshold predicts 1.
+        truth: 0, 1, or NaN, which does not count, [samples].
     """
     known = ~truth.isnan()
     labels = truth[known].long()
@@ -196,14 +199,16 @@ def best_threshold(scores: Tensor, truth: Tensor) -> float:
         return 0.5
     precision, recall, scores = binary_precision_recall_curve(scores[known], labels)
     f1 = 2 * precision * recall / (precision + recall).clamp_min(1e-12)
-    best = int(f1[:-1].argmax())  # the last is of no score
+    best = int(f1[:-1].argmax())  # the last point belongs to no score
     lower = scores[best - 1] if best else torch.zeros(())
     return (float(scores[best]) + float(lower)) / 2
 
 
 class _R2(R2Score):
-    """Of the samples whose numbers are all known, NaN of fewer than two; in double precision, as
-    numbers far from 0 would lose their variance."""
+    """R² of the samples whose numbers are all known; NaN if there are fewer than two.
+
+    It is computed in double precision, because numbers far from 0 would lose their variance.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Reading images: files, folders, decoding, data sets, prediction; shared by the tasks that do."""
+"""Reading images: files, folders, decoding, data sets and prediction, shared by the image tasks."""

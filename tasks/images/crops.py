@@ -1,4 +1,4 @@
-"""Training images: random crops of whole pictures, before they are shrunk."""
+"""Training images as random crops of whole pictures."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,17 +15,17 @@ Place = tuple[int, int, int]
 
 
 class TrainingImages(Dataset):
-    """Images by the triples (epoch, place, number) of a `PlacedSampler`, fetched by the batch.
+    """Images fetched by the batch, by the triples (epoch, place, index) of a `PlacedSampler`.
 
-    With a crop, every time an image comes up it is another part of its whole picture. Which one
-    depends on the seed, the epoch and the place in the epoch alone, whatever the number of
-    processes and workers.
+    With a crop, an image is another part of its whole picture each time it is fetched. The part
+    depends only on the seed, the epoch and the place in the epoch, for any number of processes and
+    workers.
 
     Args:
         images: the set.
-        crop: from a picture to one of the size of the images, drawing from torch's generator; None:
-            the images as they are.
-        seed: of the crops.
+        crop: maps a picture to one of the size of the images and draws from torch's generator;
+            None: images are not cropped.
+        seed: seed of the crops.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TrainingImages(Dataset):
 
     @property
     def reads_files(self) -> bool:
-        """Whether there is work for worker processes."""
+        """Whether fetching takes enough work for worker processes."""
         return self.images.reads_files or self.crop is not None
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What data modules of images in splits have in common."""
+"""Base of the data modules of images in splits."""
 
 import os
 from abc import abstractmethod
@@ -20,29 +20,29 @@ from attnkit.tasks.loaders import SplitData, make_loader
 
 
 class SplitImages(SplitData):
-    """Images in splits, those that are not given taken from train.
+    """Images in splits; missing splits are taken from train.
 
-    Under several processes each reads its own part: training images are repeated to make the parts
+    Each of several processes reads its own part: training images are repeated to make the parts
     equal, validation and test images never are, so that metrics are exact.
 
     Args:
         image_size: side in pixels, or [height, width]; None: the `image_size` of the module in
-            the trainer if it has one, else what fits the images.
-        interpolation: how pictures are resized, "bicubic", "bilinear" or "nearest"; None: as the
-            module's in the trainer, else bicubic.
-        crop_pct: share of the sides that is kept when pictures of another size are brought to
-            `image_size`, as timm's; None: as the module's in the trainer, else 1, which is all.
+            the trainer if it has one, otherwise a size that fits the images.
+        interpolation: how pictures are resized, "bicubic", "bilinear" or "nearest"; None: that of
+            the module in the trainer, otherwise bicubic.
+        crop_pct: share of the sides that is kept when pictures are resized to `image_size`, as in
+            timm; None: that of the module in the trainer, otherwise 1, which keeps all.
         value_range: [low, high], the values of grey files of more than 8 bits that become 0 and
-            255; None: as the module's in the trainer, else what fits the training files.
+            255; None: those of the module in the trainer, otherwise what fits the training files.
         batch_size: images per step and process.
-        num_workers: processes that load; None: none for images in memory that are not cropped,
-            else one per core up to 8 and shared between the processes of this machine.
+        num_workers: number of worker processes; None: none for images in memory that are not
+            cropped, otherwise one per core up to 8, shared between the processes of this machine.
         val_fraction: share of the training images that becomes the missing validation split.
-        test_fraction: the same for the test split. The test of a trained module, if no test split
-            is given, is of all images but those it was trained on, whatever the fractions and the
-            seed are; 1: of all.
-        seed: of all that is random here, such as the splits and the order, which depends on the
-            epoch and the process, and on nothing else.
+        test_fraction: share that becomes the missing test split. If no test split is given, the
+            test of a trained module uses all images that it was not trained on, whatever the
+            fractions and the seed; 1: the test uses all images.
+        seed: seed of everything random, such as the splits and the order; the order depends besides
+            only on the epoch and the process.
 
     Raises:
         ValueError: an argument out of range.
@@ -52,7 +52,7 @@ class SplitImages(SplitData):
     make_loader: Callable[..., DataLoader] = staticmethod(make_loader)
     drop_last = False
     test_splits: tuple[str, ...] = ("test",)
-    least = ""  # what train must have to be split, as the end of an error
+    least = ""  # end of the error for a train split that is too small to be split
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class SplitImages(SplitData):
         self.test_fraction = test_fraction
         self.seed = seed
         self.sets: dict[str, Any] = {}
-        self.stage: str | None = None  # of the trainer, that it was last set up for
-        self.testing = False  # whether it is read for the test of a trained module alone
-        # For that, the splits that are given, where a test split is not: what is left is tested.
+        self.stage: str | None = None  # the trainer's stage of the last setup
+        self.testing = False  # whether data is read only to test a trained module
+        # The given splits if there is no test split: the test uses what is left of them.
         self.left_of: Mapping[str, Any] = {}
-        self.first_of_equal: list[int] = []  # of each training image the first with the same bytes
+        self.first_of_equal: list[int] = []  # for each training image the first equal one
 
     def is_read(self, stage: str | None) -> bool:
-        """Whether there is nothing to read for a stage of the trainer, which is noted."""
+        """Record the trainer's stage; return True if its data has been read already."""
         self.stage = stage
         testing = stage == "test" and module_of(self) is not None
         if self.sets and (testing or not self.testing or "train" in self.sets):
@@ -100,23 +100,24 @@ class SplitImages(SplitData):
 
     @abstractmethod
     def load(self) -> Any:
-        """The splits that there are."""
+        """Return the splits that exist."""
 
     @abstractmethod
     def split_rows(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:
-        """Numbers of the images of train that stay, then of each part that is taken from it."""
+        """Return the indices of the images that stay in train, then those of each split-off
+        part."""
 
     def with_missing_splits(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All splits; those that are not given are taken from train. Equal files stay together.
+        """Return all splits, taking missing ones from train; equal files stay together.
 
-        For the test of a trained module alone: the test split, or what it is taken from by
-        `choose_tested`.
+        If only a trained module is tested, return the test split, or the images from which
+        `choose_tested` takes it.
 
         Raises:
             UserError: there is no train split, or a split is empty.
         """
         self.left_of = {}
-        # Other modules may have something to learn from train, such as words.
+        # Modules of other classes may need train, for instance to learn words.
         alone = isinstance(module_of(self), NormalizesImages) or self.test_fraction == 1
         if self.testing and "test" in given and (alone or "train" not in given):
             return {name: given[name] for name in self.test_splits}
@@ -145,13 +146,13 @@ class SplitImages(SplitData):
         return {name: sets[name] for name in names}
 
     def choose_tested(self, split: str) -> None:
-        """Leave out of a test what the module was trained on, and say what the test is of.
+        """Leave out of a test what the module was trained on, and print what is tested.
 
-        A test split that is given, or that was taken for a training, stays whole. The module knows
-        what it was trained on once its checkpoint is loaded, which is after `setup`.
+        A test split that is given, or was taken for the training, stays whole. This runs after
+        `setup`, because the module knows its training images only once its checkpoint is loaded.
 
         Raises:
-            UserError: nothing is left, or of several new splits none is for a test.
+            UserError: nothing is left, or there are several splits and none is a test split.
         """
         images, module = self.left_of.get("train", self.sets[split]), module_of(self)
         if module is None:
@@ -180,7 +181,7 @@ class SplitImages(SplitData):
         say_tested(self.trainer, split, len(images), how)
 
     def _left(self, images: Any, known: Tensor | None) -> tuple[Tensor, str]:
-        """Numbers of the images that a test is of where no test split is given, and why."""
+        """Return the indices of the images to test if no test split is given, and the reason."""
         if known is not None:
             return (~known).nonzero().flatten(), "the others were in the module's training"
         shares = {"val": self.val_fraction, "test": self.test_fraction}
@@ -189,11 +190,12 @@ class SplitImages(SplitData):
         return self._split_whole(images, taken)[-1], why
 
     def training_keys(self) -> Tensor:
-        """Keys of the images of train and val, int64 [images]; see `KnowsItsTraining`."""
+        """Return the keys of the images of train and val, int64 [images]; see
+        `KnowsItsTraining`."""
         return torch.cat([self.sets[split].keys() for split in ("train", "val")])
 
     def _split_whole(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:
-        """`split_rows`, but equal images are on one side."""
+        """Split as `split_rows` does, but keep equal images on one side."""
         kept, whose = torch.tensor(self.first_of_equal).unique(return_inverse=True)
         if len(kept) == len(whose) or len(whose) != len(train):
             return self.split_rows(train, fractions)
@@ -201,7 +203,7 @@ class SplitImages(SplitData):
         return [torch.isin(whose, part).nonzero().flatten() for part in parts]
 
     def items(self, split: str) -> Any:
-        """What the loader of a split fetches batches from."""
+        """Return the data set that the loader of a split fetches batches from."""
         return self.sets[split]
 
     def loader(self, split: str) -> DataLoader:
@@ -236,18 +238,18 @@ class SplitImages(SplitData):
 
 
 def fit_of(data: Any, size: Size | None = None) -> Fit:
-    """How pictures become images, of a data module that is set up, or for images of a size."""
+    """Return how a data module resizes pictures, to `size` or to its own `image_size`."""
     how = data.interpolation or "bicubic", data.crop_pct or 1.0, data.value_range
     return Fit(size or data.image_size, *how)
 
 
 def module_of(data: LightningDataModule) -> Any:
-    """The module in a data module's trainer; None: there is none."""
+    """Return the module in a data module's trainer, or None."""
     return data.trainer.lightning_module if data.trainer is not None else None
 
 
 def follow_module(data: Any) -> None:
-    """What a data module was not given is as the module in its trainer was made for."""
+    """Take options that a data module was not given from the module in its trainer."""
     module = module_of(data)
     if data.image_size is None:
         data.image_size = checked_size(getattr(module, "image_size", None))
@@ -257,10 +259,10 @@ def follow_module(data: Any) -> None:
 
 
 def check_fits_module(data: Any) -> None:
-    """UserError if the module in the trainer was made for another image_size or in_channels, or
-    for images that are normalised in a way that is not known.
+    """Raise UserError if the module in the trainer was made for another image_size or in_channels,
+    or for images whose normalisation is unknown.
 
-    In training, a module that does not know the range of values of the files is told.
+    In training, a module without `value_range` gets that of the data.
     """
     module = module_of(data)
     learns = module is not None and getattr(data, "stage", None) == "fit"
@@ -269,18 +271,18 @@ def check_fits_module(data: Any) -> None:
     if isinstance(module, NormalizesImages):
         module.check_prepares()
     for name in ("image_size", "in_channels"):
-        asked, made_for = getattr(data, name), getattr(module, name, None)
+        given, made_for = getattr(data, name), getattr(module, name, None)
         if isinstance(made_for, Sequence):
             made_for = checked_size(made_for)
-        if made_for is not None and asked != made_for:
+        if made_for is not None and given != made_for:
             raise UserError(
-                f"data.{name}: got {asked}, but the module was made for {made_for}; "
+                f"data.{name}: got {given}, but the module was made for {made_for}; "
                 "leave it out, and images are resized to that"
             )
 
 
 def only_split(sets: Mapping[str, Any]) -> Any:
-    """The images of the only split, which nobody has called a test split."""
+    """Return the only split; raise UserError if there are several, none of them a test split."""
     if len(sets) > 1:
         raise UserError(
             f"data: no test split, only {', '.join(sets)}\n"
@@ -290,7 +292,7 @@ def only_split(sets: Mapping[str, Any]) -> Any:
 
 
 def with_train(sets: Mapping[str, Any]) -> dict[str, Any]:
-    """The splits that are given; without one to train on, an error."""
+    """Return the splits; raise UserError if there is no train split."""
     if "train" not in sets:
         raise UserError(f"data: no train split, only {', '.join(sets) or 'nothing'}")
     return dict(sets)

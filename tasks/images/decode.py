@@ -1,4 +1,4 @@
-"""Image files to uint8 pixels, the same way for every reader."""
+"""Decode image files to uint8 pixels, in the same way for every reader."""
 
 import contextlib
 import math
@@ -23,22 +23,22 @@ from attnkit.lightning.console import say
 from attnkit.lightning.errors import first_line
 from attnkit.tasks.images.sizes import Fit, Size, sides
 
-# Small files are read faster than a thread is woken: threads take them by the handful.
+# Reading a small file is faster than waking a thread, so that a thread reads several.
 _CHUNK = 32
 _SILENT_FOR = 10.0  # seconds
 _SHOW_PROGRESS_FROM = 2000
 _LUMA = torch.tensor([299, 587, 114], dtype=torch.int32).view(3, 1, 1)  # ITU-R BT.601, in 1/1000
-# What `read_image` does, for users of exported programs.
+# Describes `read_image` to users of exported programs.
 PREPARED = (
     "pixels from 0 to 255, RGB or grey; a picture of another size is resized with antialiasing by "
     "`interpolation` until both sides are at least image_size / crop_pct, and its centre is cut "
     "out; values of files of more than 8 bits are brought from value_range to 0 to 255"
 )
 Depth = tuple[str, float, float]
-"""What a file holds that 8 bits a channel do not, one of the following, and its range of values."""
+"""What 8 bits a channel cannot hold of a file, one of the following, and its range of values."""
 INTEGERS = "integers of more than 8 bits"
 FLOATS = "floats"
-FULL_RANGES = {INTEGERS: (0, 65535), FLOATS: (0, 1)}  # where no range is given
+FULL_RANGES = {INTEGERS: (0, 65535), FLOATS: (0, 1)}  # ranges by default
 COLOURS = "colours of 16 bits"
 FOURTH_BAND = "a band beside the colours"
 
@@ -48,12 +48,12 @@ class UndecodableImageError(Exception):
 
 
 class Read(NamedTuple):
-    """What was read of a file.
+    """The result of reading a file.
 
     Attributes:
         image: uint8 RGB [3, height, width].
-        whole: the whole picture, [height, width, 3], if it was asked for.
-        depth: what 8 bits a channel do not hold, if anything.
+        whole: the whole picture, [height, width, 3], if it was requested.
+        depth: what 8 bits a channel cannot hold, if anything.
     """
 
     image: Tensor
@@ -68,14 +68,14 @@ def read_image(
     crop_pct: float = 1.0,
     value_range: Sequence[float] | None = None,
 ) -> Tensor:
-    """The centre of an image file as uint8 RGB [3, height, width].
+    """Read the centre of an image file as uint8 RGB [3, height, width].
 
-    It is resized with antialiasing, as by timm's transform for evaluation: until both sides are
-    at least size / crop_pct; then the centre is cut out. The parts that are cut away are never
-    held. The orientation of EXIF is applied. Palettes and CMYK become RGB, and grey becomes three
-    equal channels. Grey of more than 8 bits is brought from `value_range` to 0 to 255; colours of
-    16 bits keep their upper 8. Transparency is laid on white, but of TIFF files, whose fourth band
-    may as well be near infrared, the colours are read alone.
+    The picture is resized with antialiasing, as in timm's transform for evaluation, until both
+    sides are at least size / crop_pct; then the centre is cut out. The parts that are cut away are
+    never held in memory. The orientation of EXIF is applied. Palettes and CMYK become RGB, and grey
+    becomes three equal channels. Grey of more than 8 bits is mapped from `value_range` to 0 to 255;
+    colours of 16 bits keep their upper 8 bits. Transparent pixels are blended with white, except in
+    TIFF files, whose fourth band may be near infrared: only their colours are read.
 
     Raises:
         UndecodableImageError: the file cannot be decoded; the message is the reason.
@@ -88,17 +88,17 @@ def read_picture(
     least_area: float | None = None,
     value_range: Sequence[float] | None = None,
 ) -> Image.Image:
-    """The whole picture of a file as RGB, from any mode as in `read_image`.
+    """Read the whole picture of a file as RGB, from any mode as in `read_image`.
 
-    It is shrunk by a whole factor that leaves it `least_area` pixels.
+    The picture is shrunk by a whole factor that leaves at least `least_area` pixels.
     """
     return _opened(path, value_range, least_area=least_area)[0]
 
 
 def read_file(path: str | Path, fit: Fit, least_area: float | None = None) -> Read:
-    """The image of `read_image`, and with `least_area` the picture of `read_picture`.
+    """Read the image of `read_image`, and with `least_area` also the picture of `read_picture`.
 
-    The file is decoded once where that makes no difference.
+    The file is decoded once if the result is the same.
     """
     whole = None
     if least_area is not None:
@@ -110,19 +110,19 @@ def read_file(path: str | Path, fit: Fit, least_area: float | None = None) -> Re
 
 
 def as_tensor(picture: Image.Image) -> Tensor:
-    """RGB or grey to uint8 [channels, height, width]."""
+    """Convert an RGB or grey picture to uint8 [channels, height, width]."""
     pixels = torch.from_numpy(np.array(picture))
     return pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels.unsqueeze(0)
 
 
 def as_picture(pixels: Tensor) -> Image.Image:
-    """uint8 [height, width, 3], or [height, width, 1], to RGB or grey."""
+    """Convert uint8 [height, width, 3] or [height, width, 1] to an RGB or grey picture."""
     grey = pixels.shape[-1] == 1
     return Image.fromarray(np.ascontiguousarray(pixels[..., 0] if grey else pixels))
 
 
 def _least_side(fit: Fit) -> int:
-    # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size; twice the target loses nothing.
+    # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size; twice the target size loses nothing.
     return round(2 * max(sides(fit.size)) / fit.crop_pct)
 
 
@@ -132,8 +132,11 @@ def _opened(
     least_side: int | None = None,
     least_area: float | None = None,
 ) -> tuple[Image.Image, bool, Depth | None]:
-    """RGB of a file, shrunk on the way to not less than one of both; whether it was not; and what
-    8 bits do not hold."""
+    """Read a file as RGB, shrunk to no less than `least_side` or `least_area`.
+
+    Returns:
+        the picture, True if it was not shrunk, and what 8 bits cannot hold of it.
+    """
     try:
         with Image.open(path) as image:
             full, factor = image.size, 1
@@ -144,7 +147,7 @@ def _opened(
                 image.draft(None, (-(-full[0] // factor), -(-full[1] // factor)))
                 factor //= max(1, round(full[0] / image.width))
             is_full = image.size == full and factor == 1
-            packed = str(image.tile)  # forgotten once the pixels are loaded
+            packed = str(image.tile)  # cleared when the pixels are loaded
             image.load()
             with contextlib.suppress(Exception):  # a broken EXIF block leaves the pixels usable
                 ImageOps.exif_transpose(image, in_place=True)
@@ -152,12 +155,12 @@ def _opened(
             return (rgb.reduce(factor) if factor > 1 else rgb), is_full, depth
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UndecodableImageError("no such file") from error
-    except Exception as error:  # Pillow's plugins raise about anything on broken files
+    except Exception as error:  # Pillow's plugins raise almost any type on broken files
         raise UndecodableImageError(_reason(path, error)) from error
 
 
 def fit_picture(picture: Image.Image, fit: Fit) -> Image.Image:
-    """The picture at the size of `fit`."""
+    """Resize and crop a picture to the size of `fit`."""
     high, wide = sides(fit.size)
     height, width = fit.resized(picture.height, picture.width)
     if (width, height) == picture.size == (wide, high):
@@ -171,7 +174,7 @@ def fit_picture(picture: Image.Image, fit: Fit) -> Image.Image:
 
 
 def header_size(path: str | Path) -> tuple[int, int] | None:
-    """Width and height in pixels, read from the header alone; None if there is no header."""
+    """Read width and height in pixels from the header alone; return None if there is none."""
     try:
         with Image.open(path) as image:
             return image.size
@@ -180,9 +183,9 @@ def header_size(path: str | Path) -> tuple[int, int] | None:
 
 
 def to_channels(images: Tensor, channels: int) -> Tensor:
-    """RGB images [..., 3, height, width] as they are, or as grey [..., 1, height, width].
+    """Return RGB images [..., 3, height, width] unchanged, or as grey [..., 1, height, width].
 
-    Unlike torchvision's, this grey rounds instead of truncating: a grey pixel keeps its value.
+    Unlike torchvision, this rounds instead of truncating, so that a grey pixel keeps its value.
     """
     if channels == 3:
         return images
@@ -194,8 +197,8 @@ class Pictures:
     """Pictures of different sizes in one tensor, which worker processes share.
 
     Args:
-        shapes: height and width, int64 [pictures, 2]; 0 and 0 of an empty one.
-        pixels: those of all pictures, uint8.
+        shapes: height and width, int64 [pictures, 2]; 0 and 0 for an empty picture.
+        pixels: the pixels of all pictures, uint8.
     """
 
     def __init__(self, shapes: Tensor, pixels: Tensor) -> None:
@@ -204,7 +207,8 @@ class Pictures:
 
     @classmethod
     def of(cls, pictures: Sequence[Tensor]) -> "Pictures":
-        """Of pictures uint8 [height, width, 3], where an empty one has no pixels."""
+        """Build from pictures uint8 [height, width, 3]; a tensor without elements is an empty
+        one."""
         shapes = torch.tensor([[*p.shape[:2]] if p.numel() else [0, 0] for p in pictures])
         return cls(shapes, torch.cat([picture.flatten() for picture in pictures]))
 
@@ -215,17 +219,17 @@ class Pictures:
 
 @dataclass
 class Pixels:
-    """What decoding files found: exact sums for mean and deviation, and the failures.
+    """The result of decoding files: pixels, exact sums for mean and deviation, and failures.
 
     Attributes:
         images: uint8 [files, channels, height, width], or None if the pixels were not kept.
         sums: int64 [files, 2, channels], the sum of the pixels and of their squares per channel.
         grey: bool [files], whether the channels are equal.
-        keys: int64 [files], of the bytes of each; see `keys_of`.
-        failures: file number to the reason for which it cannot be decoded.
-        depths: file number to what 8 bits a channel do not hold of it.
-        pictures: the whole pictures of the files, empty where the image is all of it and where
-            there is none; None if they were not asked for.
+        keys: int64 [files], keys of the bytes of each file; see `keys_of`.
+        failures: maps the index of a file to the reason why it cannot be decoded.
+        depths: maps the index of a file to what 8 bits a channel cannot hold of it.
+        pictures: the whole pictures of the files, empty if the image is the whole picture or there
+            is none; None if they were not requested.
     """
 
     images: Tensor | None
@@ -253,8 +257,8 @@ def decode_files(
         fit: how pictures become images.
         channels: 1 or 3.
         keep: whether the pixels stay in memory.
-        title: of the bar that shows the progress.
-        least_area: that of `read_picture`, if whole pictures are to be kept, too.
+        title: title of the progress bar.
+        least_area: that of `read_picture`, if whole pictures are kept too.
     """
     shape = (len(paths), channels, *sides(fit.size))
     images = torch.empty(shape, dtype=torch.uint8) if keep else None
@@ -295,7 +299,7 @@ def decode_files(
         try:
             for _ in with_progress(chunks, len(paths), title):
                 pass
-        except BaseException:  # a signal: what is not begun is not waited for
+        except BaseException:  # a signal: do not wait for files that are not begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     failures, depths = dict(sorted(failures.items())), dict(sorted(depths.items()))
@@ -304,33 +308,33 @@ def decode_files(
 
 
 def keys_of(contents: Iterable[bytes]) -> Tensor:
-    """int64 [contents], the same for equal ones, under any name, in any folder and any process.
+    """Return keys, int64 [contents], equal for equal contents in any file and process.
 
-    Of 64 bits: among a million different contents two share theirs with a probability of 3e-8.
+    A key has 64 bits: among a million different contents two share one with probability 3e-8.
     """
     digests = [blake2b(content, digest_size=8).digest() for content in contents]
     return torch.tensor([int.from_bytes(d, "little", signed=True) for d in digests]).long()
 
 
 def pixel_sums(images: Tensor) -> Tensor:
-    """Sums of pixels and of squared pixels, int64 [images, 2, channels]; exact in any order."""
+    """Return sums of pixels and squared pixels, int64 [images, 2, channels]; exact."""
     wide = images.flatten(2).to(torch.int32)
     return torch.stack([wide.sum(dim=2), wide.square().sum(dim=2)], dim=1)
 
 
 def with_progress(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
-    """A 1 for each file that the chunks have done, with a bar on the screen."""
+    """Yield 1 for each file that the chunks have processed, and show a progress bar."""
     console = Console(stderr=True)
     rank = getattr(rank_zero_only, "rank", 0)
     quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal or rank != 0
     if not console.is_terminal and rank == 0:
-        chunks = _said(chunks, total, title)
+        chunks = _with_lines(chunks, total, title)
     steps = (1 for count in chunks for _ in range(count))
     return iter(track(steps, title, total, console=console, transient=True, disable=quiet))
 
 
-def _said(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
-    """Where there is no bar to see, a line every ten seconds says how far it is."""
+def _with_lines(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
+    """Print the progress every ten seconds, for output without a progress bar."""
     done, last = 0, time.monotonic()
     for count in chunks:
         yield count
@@ -360,7 +364,7 @@ def _to_rgb(
 
 
 def _to_bytes(values: np.ndarray, value_range: Sequence[float] | None) -> np.ndarray:
-    """Values from low to high as 0 to 255; 256 grey levels stay what they are."""
+    """Map values from low to high to 0 to 255; 256 grey levels keep their values."""
     is_whole = np.issubdtype(values.dtype, np.integer)
     low, high = value_range or FULL_RANGES[INTEGERS if is_whole else FLOATS]
     if is_whole:

@@ -1,4 +1,4 @@
-"""Files of more than 8 bits a channel: which range of values a data set uses, and what is said."""
+"""Files of more than 8 bits a channel: the range of values of a data set, and lines about it."""
 
 import math
 from collections import defaultdict
@@ -15,19 +15,19 @@ _LOST = {
 
 
 def range_of(depths: Mapping[str, Depth]) -> list[float] | None:
-    """Which values become 0 and 255: one range for a whole data set, by its training files.
+    """Return the values that become 0 and 255, one range for a data set, from its training files.
 
-    Integers are from 0 to the largest number of 8, 10, 12, 14 or 16 bits, floats to 1 or 255, where
-    that holds what was found; else from the lowest to the highest value found.
+    For integers the range is 0 to the largest number of 8, 10, 12, 14 or 16 bits, for floats 0 to 1
+    or 255, if it contains all values; otherwise from the lowest to the highest value.
 
     Args:
-        depths: path to what 8 bits do not hold.
+        depths: maps a path to what 8 bits cannot hold of the file.
 
     Returns:
-        [low, high], or None if no file is of grey of more than 8 bits.
+        [low, high], or None if no file is grey with more than 8 bits.
 
     Raises:
-        UserError: some files are of integers and others of floats, of other ranges.
+        UserError: some files hold integers and others floats, with different ranges.
     """
     ranges: dict[str, tuple[str, list[float]]] = {}
     for kind, tops in _TOPS.items():
@@ -36,7 +36,7 @@ def range_of(depths: Mapping[str, Depth]) -> list[float] | None:
         high = max((high for _, _, high in found.values()), default=-math.inf)
         if high < low:
             continue
-        slack = 0.01 if kind == FLOATS else 0.0  # of rounding, where tops are 1 and 255
+        slack = 0.01 if kind == FLOATS else 0.0  # tolerance for rounding errors
         fits = (t for t in tops if -slack * t <= low and high <= t * (1 + slack))
         top = next((t for t in fits if kind == INTEGERS or high > t / 4), None)
         bottom = min(0, low)
@@ -45,7 +45,7 @@ def range_of(depths: Mapping[str, Depth]) -> list[float] | None:
         ranges[kind] = next(iter(found)), chosen
     if len({tuple(chosen) for _, chosen in ranges.values()}) > 1:
         named = " and ".join(
-            f"{path} holds {kind}, {_said(chosen)}" for kind, (path, chosen) in ranges.items()
+            f"{path} holds {kind}, {_text(chosen)}" for kind, (path, chosen) in ranges.items()
         )
         raise UserError(
             f"data: {named}\n  bring them to one kind, or set data.value_range=[low,high]"
@@ -60,13 +60,13 @@ def lines(
     *,
     brief: bool = False,
 ) -> Iterator[str]:
-    """What becomes of the grey levels of files of more than 8 bits, a line for each kind.
+    """Yield a line for each kind of file of more than 8 bits that says how its values are mapped.
 
     Args:
-        split: of the files, for the line.
-        depths: path to what 8 bits do not hold of it.
+        split: the split of the files, for the line.
+        depths: maps a path to what 8 bits cannot hold of the file.
         value_range: see `Fit`.
-        brief: leave out what is as in the training files.
+        brief: leave out lines that repeat those of the training files.
     """
     by_kind: dict[str, dict[str, Depth]] = defaultdict(dict)
     for path, depth in depths.items():
@@ -80,10 +80,10 @@ def lines(
         span = [min(one[1] for one in found.values()), max(one[2] for one in found.values())]
         outside = sum(one[1] < low or one[2] > high for one in found.values())
         if outside or not brief:
-            line = f"{split}: {files} {kind}, {_said(span)}; {_said((low, high))} becomes 0 to 255"
+            line = f"{split}: {files} {kind}, {_text(span)}; {_text((low, high))} becomes 0 to 255"
             line += f", and what is outside, in {outside:,}, is cut off" if outside else ""
             yield f"{line} (value_range=[{low:g},{high:g}])"
 
 
-def _said(span: Sequence[float]) -> str:
+def _text(span: Sequence[float]) -> str:
     return f"{span[0]:g} to {span[1]:g}"

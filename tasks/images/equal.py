@@ -1,4 +1,4 @@
-"""What is to be known of files that are equal byte for byte."""
+"""Report files that are equal byte for byte."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,12 +10,12 @@ _NAMED = 3
 def equal_lines(
     paths: Mapping[str, Sequence[str]], labels: Mapping[str, Mapping[str, int]], firsts: list[int]
 ) -> Iterator[str]:
-    """What is to be known of equal files, and what to do, a line each.
+    """Yield lines about equal files, each with what to do.
 
     Args:
-        paths: of the files, by split.
-        labels: by split, path to class.
-        firsts: of all files in turn what `first_of_equal` gives.
+        paths: the files, by split.
+        labels: maps a split to the classes by path.
+        firsts: the result of `first_of_equal` for all files in order.
     """
     files = [(split, path) for split, of_split in paths.items() for path in of_split]
     pairs = [(files[first], files[n]) for n, first in enumerate(firsts) if first != n]

@@ -1,4 +1,4 @@
-"""Trees of image files: which splits and classes a folder holds, and which files are broken."""
+"""Folders of image files: find splits and classes, and report files that are not read."""
 
 import functools
 import os
@@ -11,25 +11,25 @@ from pathlib import Path
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from PIL import Image
 
-from attnkit.lightning.console import say as tell
+from attnkit.lightning.console import say as print_line
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.images.decode import header_size
 
-# As in Hugging Face's data sets, in small and capital letters.
+# The spellings of Hugging Face's data sets, in any case.
 SPELLINGS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
 SPLIT_OF = {spelling: split for split, spellings in SPELLINGS.items() for spelling in spellings}
-# Formats that Pillow only names, or reads with programs of others.
+# Formats that Pillow only identifies, or reads with external programs.
 _UNREAD = frozenset(("BUFR", "EPS", "FPX", "GRIB", "HDF5", "MIC", "MPEG", "WMF"))
 MAX_NAMED = 10
 
 
 @dataclass
 class Files:
-    """The image files of one split: paths and the numbers of their classes."""
+    """The image files of one split: paths and class numbers."""
 
     paths: list[str] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
@@ -42,21 +42,21 @@ class Files:
 def find_splits(
     root: str | Path, known: Sequence[str] | None = None
 ) -> tuple[dict[str, Files], list[str]]:
-    """The splits under `root` and the class names, sorted as torchvision's ImageFolder does.
+    """Return the splits under `root` and the class names, sorted as in torchvision's ImageFolder.
 
-    `root` holds `train/` and, if given, `val/` and `test/` (or another usual spelling, in small or
-    capital letters), each with one folder per class; or it holds the class folders itself, which
-    are then all "train". What is not used, folders and files, is named.
+    `root` holds `train/` and, if given, `val/` and `test/` (or another usual spelling, in any
+    case), each with one folder per class; or it holds the class folders itself, which are then all
+    "train". Folders and files that are not used are printed.
 
     Args:
         root: the folder.
-        known: the classes of the module that is to be tested: then only `test/` is read, if there
-            is one, and train and some of the classes may be missing.
+        known: the classes of the module to be tested: then only `test/` is read, if it exists, and
+            train and some classes may be missing.
 
     Raises:
-        UserError: no images, fewer than two classes, an empty class folder in train, classes
-            in val or test that train (or the module) lacks, or names that may be splits or classes;
-            each names the folder.
+        UserError: no images, fewer than two classes, an empty class folder in train, classes in val
+            or test that train (or the module) lacks, or names that may be splits or classes; the
+            error names the folder.
     """
     root = Path(root)
     folders = _split_folders(root, needs_train=known is None)
@@ -86,8 +86,10 @@ def find_splits(
 
 
 def list_images(folder: str | Path, skipped: list[str]) -> list[str]:
-    """All files below a folder that Pillow can read, by their suffix, or without one by how they
-    begin; sorted. Hidden folders are left out; files that are left out are added to `skipped`.
+    """Return all files below a folder that Pillow can read, sorted.
+
+    Files are recognised by their suffix, or without one by their header. Hidden folders are left
+    out; files that are left out are added to `skipped`.
 
     Raises:
         UserError: a folder cannot be read.
@@ -105,14 +107,14 @@ def list_images(folder: str | Path, skipped: list[str]) -> list[str]:
 
 @functools.cache
 def suffixes() -> frozenset[str]:
-    """The suffixes of images that Pillow reads."""
+    """Return the suffixes of images that Pillow reads."""
     known = Image.registered_extensions()
     readable = set(Image.OPEN) - _UNREAD
     return frozenset((*(suffix for suffix, kind in known.items() if kind in readable), ".jfif"))
 
 
 def say_skipped(root: str | Path, skipped: Sequence[str]) -> None:
-    """Name what is not read below a folder, by suffix; not the files of file managers."""
+    """Print which files below a folder are not read, by suffix, except files of file managers."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for path in skipped:
         name = os.path.basename(path)
@@ -138,14 +140,14 @@ def _raise_unreadable(error: OSError) -> None:
 def report_failures(
     failures: Mapping[str, str], split: str, total: int, *, given: bool, skip_corrupt: bool
 ) -> None:
-    """Name the files that cannot be decoded, and stop if they are too many.
+    """Print the files that cannot be decoded; raise UserError if there are too many.
 
     Args:
-        failures: path to reason.
+        failures: maps a path to the reason.
         split: the name of the split, for the message.
-        total: files in it.
-        given: whether it is a val or test folder of the user's: then none may be broken.
-        skip_corrupt: go on in any case.
+        total: number of files of the split.
+        given: whether the user gave this val or test split: then no file may be broken.
+        skip_corrupt: never raise.
 
     Raises:
         UserError: more than 1 % of the files, or any in a given val or test folder.
@@ -167,11 +169,11 @@ def report_failures(
 
 
 def say(line: str) -> None:
-    """One line on the screen, and in run.log."""
-    tell(line, error=True)
+    """Print a line to stderr and run.log."""
+    print_line(line, error=True)
 
 
-say_once = rank_zero_only(say)  # where all processes look at the same files
+say_once = rank_zero_only(say)  # for messages about files that all processes read
 
 
 def _split_folders(root: Path, needs_train: bool) -> dict[str, Path]:
@@ -186,7 +188,7 @@ def _split_folders(root: Path, needs_train: bool) -> dict[str, Path]:
             )
         if split is not None:
             found[split] = root / name
-    # A class may be called "train" too: a split holds class folders, a class holds images.
+    # A class may also be called "train": a split holds class folders, a class holds images.
     layout = {
         split: found[split] for split in SPELLINGS if split in found and _subfolders(found[split])
     }

@@ -1,4 +1,4 @@
-"""What modules of images have in common: pixels are normalised inside, by the training data."""
+"""Base of the modules of images, which normalise pixels by the training data."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from attnkit.tasks.loaders import is_limited
 
 
 class NormalizesImages(LightningModule):
-    """For a LightningModule of images, whose `__init__` calls `expect_images`.
+    """Mixin for a LightningModule of images; its `__init__` must call `expect_images`.
 
     Mean and standard deviation are buffers, so that a checkpoint carries its preprocessing.
     """
@@ -34,22 +34,23 @@ class NormalizesImages(LightningModule):
         value_range: Sequence[float] | None = None,
         normalized_by: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """Set what images are like.
+        """Set the properties of the images.
 
         Args:
-            image_size: side in pixels, or [height, width], for those who prepare images to
-                predict; None: any.
+            image_size: side in pixels, or [height, width], by which images to predict are prepared;
+                None: any size.
             in_channels: 1 (grey) or 3 (RGB).
-            mean: of the training pixels on the scale from 0 to 1, per channel.
-            std: their standard deviation.
-            interpolation, crop_pct, value_range: how pictures become images: see `Fit`; None:
+            mean: mean of the training pixels, scaled to [0, 1], per channel.
+            std: standard deviation of the training pixels, per channel.
+            interpolation, crop_pct, value_range: how pictures are resized: see `Fit`; None:
                 bicubic, 1, and all values of 16 bits.
             normalized_by: `mean` and `std` with which the data module normalises its batches of
                 floats, which are then taken as they are; `mean` and `std` above are not used. An
-                empty mapping: how it does that is not known, and files cannot be prepared.
+                empty mapping: they are not known, and files cannot be prepared.
 
         Raises:
-            ValueError: not a number for each channel, or a deviation that is not positive.
+            ValueError: the number of values differs from `in_channels`, or a deviation is not
+                positive.
         """
         if normalized_by is not None:
             mean, std = [0.0] * in_channels, [1.0] * in_channels
@@ -74,17 +75,19 @@ class NormalizesImages(LightningModule):
         self.register_buffer("std", torch.tensor(list(std)).view(-1, 1, 1))
 
     def normalized(self, images: Tensor) -> Tensor:
-        """(pixel - mean) / std, of uint8 pixels divided by 255 or floats taken as they are; of a
-        list of images of their own sizes, a list."""
+        """Return (pixel - mean) / std of images, or a list of images of different sizes.
+
+        uint8 pixels are divided by 255 first; floats are taken as they are.
+        """
         if isinstance(images, list):
             return [self.normalized(image) for image in images]
         return (self.as_floats(images) - self.mean) / self.std
 
     def as_floats(self, images: Tensor) -> Tensor:
-        """Images as the data module brings them in floats: from 0 to 1, or normalised by it.
+        """Return images as floats, as the data module gives them: in [0, 1] or normalised by it.
 
         Raises:
-            UserError: of uint8 images, if it is not known how the data module normalises.
+            UserError: images are uint8, and the normalisation of the data module is unknown.
         """
         if images.is_floating_point():
             return images
@@ -93,8 +96,8 @@ class NormalizesImages(LightningModule):
         return self._by_data(images, lambda pixels, mean, std: (pixels - mean) / std)
 
     def as_pictures(self, floats: Tensor) -> Tensor:
-        """Images of `as_floats` as people see them, from 0 to 1; normalised ones as far as that is
-        known, else from the lowest to the highest value."""
+        """Return images of `as_floats` in [0, 1] for display. Normalisation is undone if it is
+        known; otherwise the lowest value becomes 0 and the highest 1."""
         if self.normalized_by is None:
             return floats
         if not self.normalized_by:
@@ -103,7 +106,7 @@ class NormalizesImages(LightningModule):
         return self._by_data(floats, lambda values, mean, std: values * std + mean).clamp(0, 1)
 
     def check_prepares(self) -> None:
-        """UserError if it is not known what becomes of the pixels of files."""
+        """Raise UserError if the normalisation of the data module is unknown."""
         if self.normalized_by is not None and not self.normalized_by:
             raise UserError(
                 "module.normalized_by: the data module normalised the images of the training "
@@ -120,16 +123,16 @@ class NormalizesImages(LightningModule):
         return change(images, *(numbers.view(-1, 1, 1) for numbers in by))
 
     def on_test_start(self) -> None:
-        """Say how many images are tested, where the data module does not."""
+        """Print how many images are tested, unless the data module does."""
         loaders: Any = self.trainer.test_dataloaders
         if hasattr(getattr(self.trainer, "datamodule", None), "choose_tested"):
             return
         for name, loader in (loaders if isinstance(loaders, dict) else {"test": loaders}).items():
-            with suppress(AttributeError, TypeError):  # several, or one without a length
+            with suppress(AttributeError, TypeError):  # several loaders, or one without a length
                 say_tested(self.trainer, name, len(loader.dataset))
 
     def preprocessing(self) -> dict[str, Any]:
-        """What users of exported programs must do to images, as plain data."""
+        """Return the preprocessing that exported programs expect, as plain data."""
         return {
             "image_size": self.image_size,
             "interpolation": self.interpolation,
@@ -146,7 +149,7 @@ class NormalizesImages(LightningModule):
 
 
 def say_tested(trainer: Any, split: str, count: int, how: str = "") -> None:
-    """A line that says how many images a test is of, and by `how`, which."""
+    """Print how many images a test uses; `how` describes which."""
     if is_limited(trainer, "test"):
         how += f"; trainer.limit_test_batches={trainer.limit_test_batches} of the batches"
     from attnkit.tasks.images.folder import say_once

@@ -1,4 +1,4 @@
-"""Images that keep their own size and proportion: sides of whole patches, batches of lists."""
+"""Images that keep their size and aspect ratio: sides of whole patches, batches of lists."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MAX_IMAGE_TOKENS = 1024
 
 
 class OwnSize(NamedTuple):
-    """How a picture becomes an image of its own size.
+    """Rules by which a picture becomes an image of its own size.
 
     Each side becomes the nearest multiple of the patch. A picture of more than `max_tokens` patches
-    is shrunk in its proportion until it has at most so many.
+    is shrunk to at most that many, with its aspect ratio.
 
     Attributes:
         patch_size: side of a patch in pixels.
-        max_tokens: patches of an image, at most.
+        max_tokens: maximum number of patches of an image.
         interpolation, value_range: as in `Fit`.
     """
 
@@ -59,10 +59,10 @@ class OwnSize(NamedTuple):
         return cls(patch_size, max_tokens, data.interpolation or "bicubic", data.value_range)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches of a picture of so many pixels.
+        """Return rows and columns of patches of a picture of this height and width in pixels.
 
         Raises:
-            UndecodableImageError: a side is below that of a patch.
+            UndecodableImageError: a side is shorter than a patch.
         """
         if min(height, width) < self.patch_size:
             raise UndecodableImageError(
@@ -70,14 +70,14 @@ class OwnSize(NamedTuple):
             )
         factor = min(1.0, self.patch_size * math.sqrt(self.max_tokens / (height * width)))
         rows, columns = (max(1, round(n * factor / self.patch_size)) for n in (height, width))
-        if rows * columns > self.max_tokens:  # by rounding
+        if rows * columns > self.max_tokens:  # because of rounding
             if rows > columns:
                 return self.max_tokens // columns, columns
             return rows, self.max_tokens // rows
         return rows, columns
 
     def read(self, path: str) -> tuple[Tensor, bool]:
-        """uint8 RGB [3, height, width] of a file, and whether it was shrunk.
+        """Read a file as uint8 RGB [3, height, width], and return whether it was shrunk.
 
         Raises:
             UndecodableImageError: the file cannot be decoded, or is too small.
@@ -93,7 +93,7 @@ class OwnSize(NamedTuple):
 
 
 class NativeImages(ImageSet):
-    """Labelled images of their own sizes, in memory, or decoded when they are asked for.
+    """Labelled images of their own sizes, in memory or decoded on access.
 
     A batch is a list of uint8 images [channels, height, width] and int64 labels [batch].
 
@@ -102,9 +102,9 @@ class NativeImages(ImageSet):
         labels: integers [images].
         how: how pictures become images.
         channels: 1 (grey) or 3.
-        sizes: patches of each image, int64 [images].
+        sizes: number of patches of each image, int64 [images].
         pixel_sums: int64 [images, 2, channels].
-        kept: the images themselves; None: they are read from the files.
+        kept: the decoded images; None: they are read from the files.
     """
 
     fitted = True
@@ -126,7 +126,7 @@ class NativeImages(ImageSet):
         self.reads_files = kept is None
 
     def fetch(self, rows: Tensor) -> Any:
-        """The images with these numbers, a list."""
+        """Return the images with these indices as a list."""
         return [self._read(row) for row in self.rows[rows].tolist()]
 
     def _read(self, row: int) -> Tensor:
@@ -145,11 +145,11 @@ class NativeImages(ImageSet):
 
 
 class NativeItems(BatchItems):
-    """Images by the lists of numbers, or of pairs (epoch, number), that a sampler by tokens gives.
+    """Images fetched by lists of indices, or of pairs (epoch, index), of a `TokenSampler`.
 
     Args:
-        images: the set, whose `sizes` are the patches of each.
-        batch_tokens: patches of a batch, at most, for the sampler.
+        images: the set; its `sizes` are the numbers of patches.
+        batch_tokens: maximum number of patches of a batch, for the sampler.
     """
 
     def __init__(self, images: Any, batch_tokens: int) -> None:
@@ -165,8 +165,10 @@ class NativeItems(BatchItems):
 
 
 class NativePaths(BatchItems):
-    """Files to predict as a list of images of their own sizes and the list of their paths; a file
-    that cannot be read is named and left out."""
+    """Files to predict; a batch is a list of images of their own sizes and a list of paths.
+
+    A file that cannot be decoded is printed and left out.
+    """
 
     def __init__(self, paths: Sequence[str], how: OwnSize, channels: int) -> None:
         self.paths, self.how, self.channels = list(paths), how, channels
@@ -191,8 +193,10 @@ class NativePaths(BatchItems):
 def read_native(
     data: Any, splits: Mapping[str, Files], channels: int | None, how: OwnSize
 ) -> dict[str, tuple[ImageSet, Tensor]]:
-    """Of each split its images, and the numbers of those that can be decoded; each file is decoded
-    once. As `read_splits`, for images of their own sizes.
+    """Read the images of each split as `read_splits` does, but at their own sizes.
+
+    Each file is decoded once. The result holds for each split the images and the indices of the
+    files that can be decoded.
 
     Raises:
         UserError: see `report_failures`.
@@ -208,7 +212,7 @@ def read_native(
             for number, _ in enumerate(with_progress(steps, len(looked), f"{split} images")):
                 if isinstance(looked[number], _Look):
                     held += looked[number].image.numel()
-                    if held > left:  # then all are read again when they are asked for
+                    if held > left:  # all are then read again on access
                         looked[number] = looked[number]._replace(image=None)
         by_path = zip(files.paths, looked, strict=True)
         failures = {path: one for path, one in by_path if isinstance(one, str)}
@@ -245,8 +249,11 @@ def read_native(
 
 
 class _Look(NamedTuple):
-    """What is known of a file: its image, as one channel if it is grey, or None where there is no
-    room; its patches, sums of pixels, whether it is grey, its key."""
+    """The decoded image of a file and its properties.
+
+    `image` has one channel if it is grey; it is None if there is no memory for it. `size` is the
+    number of patches.
+    """
 
     image: Any
     size: int
@@ -257,7 +264,7 @@ class _Look(NamedTuple):
 
 
 def _look_at(how: OwnSize, paths: Sequence[str], looked: list[Any], number: int) -> int:
-    """Put what is known of a file, or why it cannot be read, in its place; one file is done."""
+    """Put the `_Look` of a file, or the reason why it cannot be read, into `looked`; return 1."""
     try:
         image, shrunk = how.read(paths[number])
     except UndecodableImageError as error:
@@ -271,8 +278,8 @@ def _look_at(how: OwnSize, paths: Sequence[str], looked: list[Any], number: int)
 
 
 def crop_patches(image: Tensor, min_area: float, patch_size: int) -> Tensor:
-    """A random part of an image, of about the image's proportion, of whole patches and at least
-    about this share of its area; nothing is resized, so a smaller part has fewer tokens."""
+    """Crop a random part of whole patches, with about the image's aspect ratio and at least about
+    this share of its area. Nothing is resized, so that a smaller part has fewer tokens."""
     grid = image.shape[-2] // patch_size, image.shape[-1] // patch_size
     side = math.sqrt(min_area + (1 - min_area) * float(torch.rand(())))
     height, width = (max(1, round(count * side)) * patch_size for count in grid)
@@ -282,8 +289,10 @@ def crop_patches(image: Tensor, min_area: float, patch_size: int) -> Tensor:
 
 
 class KeepsSizes(LightningDataModule):
-    """What data modules of image files have in common that can keep the sizes of images (`native`);
-    a base before that of the task."""
+    """Mixin for data modules of image files that can keep the sizes of images (`native`).
+
+    It stands before the base class of the task.
+    """
 
     native = False
     crop_pct: float | None
@@ -301,15 +310,15 @@ class KeepsSizes(LightningDataModule):
         shuffled: type[TokenSampler],
         **excluded: Any,
     ) -> None:
-        """Set `native`, and with it what else is needed.
+        """Set `native` and the options that depend on it.
 
         Args:
-            native, max_tokens, max_image_tokens, patch_size: as of `ImageFolderData`.
+            native, max_tokens, max_image_tokens, patch_size: as in `ImageFolderData`.
             shuffled: the sampler of training.
-            **excluded: what must be None with `native`.
+            **excluded: options that must be None with `native`.
 
         Raises:
-            ValueError: options that need `native`, or that it excludes.
+            ValueError: an option needs `native`, or `native` excludes it.
         """
         given = {
             "max_tokens": max_tokens,
@@ -338,8 +347,7 @@ class KeepsSizes(LightningDataModule):
     def read(
         self, splits: Mapping[str, Files], channels: int | None, kept_area: float | None = None
     ) -> dict[str, tuple[ImageSet, Tensor]]:
-        """The images of each split, and the numbers of those that can be decoded: `read_native`, or
-        `read_splits`."""
+        """Read the images of each split with `read_native` or `read_splits`."""
         if not self.native:
             return read_splits(self, splits, channels, kept_area)
         how = OwnSize.of(self, self.patch_size, self.max_image_tokens)
@@ -361,20 +369,20 @@ class KeepsSizes(LightningDataModule):
         if not self.native:
             return super().items(split)  # type: ignore[misc]
         images = self.sets[split]
-        # A list of training images has up to the largest image more: see `TokenSampler`.
+        # A training batch may exceed the limit by up to the largest image: see `TokenSampler`.
         more = int(images.sizes.max()) if split == "train" else 0
         return NativeItems(images, self.max_tokens - more)
 
 
 def vit_of(module: Any) -> Any:
-    """The network that reads the images of a module: its model, or what its encoder is made of."""
+    """Return the network that reads a module's images: its model, or the ViT of its encoder."""
     model = getattr(module, "model", None)
     encoder = getattr(model, "encoder", model)
     return getattr(encoder, "vit", encoder)
 
 
 def check_native(data: Any) -> None:
-    """UserError if the module in the trainer takes no images of their own sizes."""
+    """Raise UserError if the module in the trainer does not take images of different sizes."""
     module = module_of(data)
     if module is None:
         return

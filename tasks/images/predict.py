@@ -1,4 +1,4 @@
-"""Images to predict: a folder or a file, prepared as the training images were."""
+"""Data module of images to predict: a folder or a file, prepared as in training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +20,17 @@ from attnkit.tasks.loaders import BatchItems, make_loader
 
 
 class ImagePaths(BatchItems):
-    """Image files, fetched by the batch; a file that cannot be decoded is named and left out, and
-    of more than 8 bits the first of each kind is named.
+    """Image files, fetched by the batch.
 
-    A batch is uint8 images [batch, channels, height, width] and the list of their paths; shorter
-    than asked for by the files left out, and empty if there is nothing else.
+    A batch is uint8 images [batch, channels, height, width] and the list of their paths. A file
+    that cannot be decoded is printed and left out, so that a batch may be shorter or empty. The
+    first file of each kind with more than 8 bits is printed.
     """
 
     def __init__(self, paths: Sequence[str], fit: Fit, in_channels: int) -> None:
         self.paths = list(paths)
         self.fit, self.in_channels = fit, in_channels
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -47,36 +47,36 @@ class ImagePaths(BatchItems):
         return self.together(images), paths
 
     def read(self, path: str) -> Tensor:
-        """The image of a file."""
+        """Read the image of a file."""
         read = read_file(path, self.fit)
         if read.depth is not None:
-            self._tell(path, read.depth)
+            self._print_depth(path, read.depth)
         return read.image
 
     def together(self, images: list[Tensor]) -> Any:
-        """The images of a batch as it brings them."""
+        """Join the images of a batch."""
         if not images:
             shape = (0, self.in_channels, *sides(self.fit.size))
             return torch.empty(shape, dtype=torch.uint8)
         return to_channels(torch.stack(images), self.in_channels)
 
-    def _tell(self, path: str, depth: Depth) -> None:
+    def _print_depth(self, path: str, depth: Depth) -> None:
         for line in lines("images", {path: depth}, self.fit.value_range):
             kind = f"{depth[0]}, {'cut off' in line}"
-            if kind not in self._told:
+            if kind not in self._printed:
                 say(line)
-            self._told.add(kind)
+            self._printed.add(kind)
 
 
 class PredictData(LightningDataModule):
-    """The images under a folder (at any depth) or one image file, for `Trainer.predict`.
+    """Images under a folder (at any depth) or one image file, for `Trainer.predict`.
 
     Args:
         images: the folder or file.
         image_size: side in pixels, or [height, width]; `module.image_size` of the trained module.
         in_channels: 1 (grey) or 3 (RGB); `module.in_channels`.
-        interpolation, crop_pct, value_range: how pictures become images: see `Fit`; None: as the
-            module's in the trainer, else bicubic, 1, and all values of 16 bits.
+        interpolation, crop_pct, value_range: how pictures are resized: see `Fit`; None: as in the
+            module in the trainer, otherwise bicubic, 1, and all values of 16 bits.
         batch_size: images per step and process.
         num_workers: processes that decode.
 
@@ -132,7 +132,7 @@ class PredictData(LightningDataModule):
             raise UserError(f"images: no image files under {self.images}")
 
     def images_at(self, paths: Sequence[str]) -> BatchItems:
-        """The set that batches come from; for subclasses whose batches have another form."""
+        """Return the data set; subclasses override this if their batches have another form."""
         module = module_of(self)
         if getattr(module, "max_image_tokens", None):
             from attnkit.tasks.images.native import NativePaths, OwnSize, vit_of

@@ -1,4 +1,4 @@
-"""Reading the image files of splits: into memory if they fit, and which of them are broken."""
+"""Read the image files of splits, into memory if they fit, and find broken ones."""
 
 import contextlib
 import math
@@ -32,20 +32,20 @@ def read_splits(
     channels: int | None,
     crop_min_area: float | None = None,
 ) -> dict[str, tuple[ImageSet, Tensor]]:
-    """Of each split its images, and the numbers of those that can be decoded.
+    """Return for each split its images and the indices of the files that can be decoded.
 
-    The data module is told what the training files say: `value_range`, where it has none, and
-    `first_of_equal`. Files that are equal byte for byte are named, and what becomes of those of
-    more than 8 bits.
+    This sets `first_of_equal` of the data module, and `value_range` if it is None, from the
+    training files. It prints which files are equal byte for byte, and how files of more than 8 bits
+    are read.
 
     Args:
-        data: the data module: its `image_size` (None: what fits the images of train),
-            `interpolation`, `crop_pct`, `value_range`, `memory_gb` and `skip_corrupt`.
-        splits: their files, train first if it is there. Those of val and test are the user's own
-            choice, and none may be broken.
+        data: the data module; `image_size` (None: a size that fits the images of train),
+            `interpolation`, `crop_pct`, `value_range`, `memory_gb` and `skip_corrupt` are read.
+        splits: files by split, train first if it exists. Files of val and test were chosen by the
+            user, so that none may be broken.
         channels: 1 or 3; None: 1 if all images of train are grey.
-        crop_min_area: the smallest share of a picture of train that crops will show; None: there
-            will be no crops, and no whole pictures are needed.
+        crop_min_area: smallest share of a training picture that a crop keeps; None: there are no
+            crops, and no whole pictures are needed.
 
     Raises:
         UserError: see `report_failures`.
@@ -53,14 +53,14 @@ def read_splits(
     first = next(iter(splits.values())).paths
     size = data.image_size or default_image_size(median_side(first))
     fit = fit_of(data, size)
-    # A trained module read the files as it says; what is learned is read as it fits.
+    # A trained module fixes the range of values; in training the files decide it.
     is_open = data.value_range is None and (module_of(data) is None or data.stage == "fit")
     count = sum(len(files.paths) for files in splits.values())
     needed = 3.0 * count * math.prod(sides(size))
     area = None
     if crop_min_area is not None and "train" in splits:
         area = least_area(size, crop_min_area)
-        needed += 2 * 3 * len(first) * mean_area(first, area)  # twice while they are put together
+        needed += 2 * 3 * len(first) * mean_area(first, area)  # twice while being joined
     keep = needed <= memory_bytes(data.memory_gb, data.trainer)
     found: dict[str, tuple[ImageSet, Tensor]] = {}
     there: dict[str, list[str]] = {}
@@ -86,7 +86,7 @@ def read_splits(
         report_failures(failures, split, len(paths), given=given, skip_corrupt=skip)
         good = torch.ones(len(paths), dtype=torch.bool)
         good[list(pixels.failures)] = False
-        # A grey set was decoded with three equal channels: the first is all of them.
+        # A grey set was decoded with three equal channels, of which the first is enough.
         channels = channels or (1 if pixels.grey[good].all() else 3)
         images: ImageSet
         if pixels.images is None:
@@ -109,7 +109,7 @@ def read_splits(
 
 
 def memory_bytes(memory_gb: float | None, trainer: Trainer | None) -> float:
-    """Bytes of pixels that a process may hold: the given number, or half of the free memory."""
+    """Return the bytes of pixels that a process may hold: as given, or half of the free memory."""
     if memory_gb is not None:
         return memory_gb * 1e9
     processes = (
@@ -121,7 +121,7 @@ def memory_bytes(memory_gb: float | None, trainer: Trainer | None) -> float:
 
 
 def available_memory() -> int:
-    """Free bytes of the machine, or of the process's control group if that has fewer."""
+    """Return the free bytes of the machine, or of the process's control group if it has fewer."""
     limits = [4 * 10**9]
     with contextlib.suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -134,14 +134,14 @@ def available_memory() -> int:
 
 
 def median_side(paths: Sequence[str]) -> int:
-    """The median of the images' shorter sides, of about a thousand images at most."""
+    """Return the median of the shorter sides, of about a thousand images at most."""
     step = max(1, len(paths) // _HEADERS_READ)
     short = [min(size) for path in paths[::step] if (size := header_size(path)) is not None]
     return sorted(short)[len(short) // 2] if short else 1
 
 
 def mean_area(paths: Sequence[str], least_area: float) -> float:
-    """The mean of the pictures' pixels as `read_picture` shrinks them, of a thousand at most."""
+    """Return the mean number of pixels after `read_picture` shrinks, of a thousand pictures."""
     step = max(1, len(paths) // _HEADERS_READ)
     areas = [math.prod(size) for path in paths[::step] if (size := header_size(path)) is not None]
     shrunk = [area / max(1, int(math.sqrt(area / least_area))) ** 2 for area in areas]
@@ -149,6 +149,6 @@ def mean_area(paths: Sequence[str], least_area: float) -> float:
 
 
 def first_of_equal(keys: Tensor) -> list[int]:
-    """Of each content the number of the first with the same key."""
+    """Return for each key the index of the first equal key."""
     firsts: dict[int, int] = {}
     return [firsts.setdefault(key, number) for number, key in enumerate(keys.tolist())]

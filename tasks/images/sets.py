@@ -1,4 +1,4 @@
-"""Sets of labelled images."""
+"""Data sets of labelled images, in memory or in files."""
 
 import math
 from abc import ABC, abstractmethod
@@ -30,15 +30,15 @@ _CHUNK = 4096
 class ImageSet(Dataset, ABC):
     """Images and labels that are fetched by the batch.
 
-    A DataLoader calls `__getitems__` with all the numbers of a batch; it returns the
-    batch: uint8 images [batch, channels, height, width] and int64 labels [batch].
+    A DataLoader calls `__getitems__` with all indices of a batch; it returns the batch: uint8
+    images [batch, channels, height, width] and int64 labels [batch].
 
     Attributes:
         size: side of the images in pixels, or [height, width].
-        fitted: whether the images are as the data module's `interpolation` and `crop_pct` say.
-        rows: int64 [images], which of what the set holds they are; parts share what it holds.
-        known_keys: int64 [images], of the files that the images are of; None: there are none.
-        known_sums: int64 [held, 2, channels], from `decode_files`; None: to be computed.
+        fitted: whether images were resized with the data module's `interpolation` and `crop_pct`.
+        rows: int64 [images], indices into the stored images, which parts of a set share.
+        known_keys: int64 [images], keys of the files of the images; None: there are no files.
+        known_sums: int64 [stored, 2, channels], from `decode_files`; None: not yet computed.
     """
 
     labels: Tensor
@@ -63,21 +63,21 @@ class ImageSet(Dataset, ABC):
 
     @abstractmethod
     def fetch(self, rows: Tensor) -> Tensor:
-        """The images with these numbers, uint8 [batch, channels, height, width]."""
+        """Return the images with these indices, uint8 [batch, channels, height, width]."""
 
     def picture(self, row: int) -> Image.Image:
-        """The whole picture that the image with this number is a part of, RGB or grey."""
+        """Return the whole picture, RGB or grey, that the image with this index is a part of."""
         return as_picture(self.fetch(torch.tensor([row]))[0].permute(1, 2, 0))
 
     def select(self, rows: Tensor) -> "ImageSet":
-        """The part of the set with these numbers, which takes no memory."""
+        """Return the part of the set with these indices; it shares the pixels."""
         part = copy(self)
         part.rows, part.labels = self.rows[rows], self.labels[rows]
         part.known_keys = None if self.known_keys is None else self.known_keys[rows]
         return part
 
     def keys(self) -> Tensor:
-        """Of each image a number, int64 [images], the same for equal files, or equal pixels where
+        """Return a key per image, int64 [images], equal for equal files, or for equal pixels if
         there are no files."""
         if self.known_keys is not None:
             return self.known_keys
@@ -85,7 +85,7 @@ class ImageSet(Dataset, ABC):
         return keys_of(image.tobytes() for rows in parts for image in self.fetch(rows).numpy())
 
     def sums(self) -> Tensor:
-        """Sums of pixels and of squared pixels over the set, int64 [2, channels]."""
+        """Return sums of pixels and of squared pixels over the set, int64 [2, channels]."""
         if self.known_sums is not None:
             return self.known_sums.index_select(0, self.rows).sum(dim=0)
         total = torch.zeros((2, self.channels), dtype=torch.int64)
@@ -95,14 +95,14 @@ class ImageSet(Dataset, ABC):
 
     @property
     def num_pixels(self) -> int:
-        """Pixels of all images, of one channel."""
+        """The number of pixels of one channel of all images."""
         return len(self) * math.prod(sides(self.size))
 
     def mean_and_std(self) -> tuple[list[float], list[float]]:
-        """Per channel, of pixels scaled to [0, 1]; exact."""
+        """Return exact mean and deviation of the pixels, scaled to [0, 1], per channel."""
         first, second = self.sums().double() / self.num_pixels
         std = (second - first.square()).clamp_min(0).sqrt()
-        # A constant channel must not be divided by zero.
+        # A constant channel must not lead to a division by zero.
         std = std.clamp_min(1.0)
         return [x / 255 for x in first.tolist()], [x / 255 for x in std.tolist()]
 
@@ -113,8 +113,8 @@ class MemoryImages(ImageSet):
     Args:
         images: uint8 [images, channels, height, width].
         labels: integers [images].
-        pictures: the whole pictures that the images are parts of; None, or an empty one: the image
-            is all of it.
+        pictures: the whole pictures that the images are parts of; None, or an empty picture: the
+            image is the whole picture.
     """
 
     def __init__(
@@ -151,15 +151,15 @@ class MemoryImages(ImageSet):
 
 
 class FileImages(ImageSet):
-    """Images decoded when they are asked for, in the workers of the DataLoader.
+    """Images that the workers of the DataLoader decode on access.
 
     Args:
         paths: the files, known to be decodable.
         labels: integers [images].
-        fit: how they are brought to their size.
+        fit: how pictures are resized.
         channels: 1 (grey) or 3.
         pixel_sums: int64 [images, 2, channels], from `decode_files`.
-        least_area: pixels that whole pictures keep: see `read_picture`.
+        least_area: number of pixels that whole pictures keep: see `read_picture`.
     """
 
     reads_files = True

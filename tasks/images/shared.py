@@ -1,4 +1,4 @@
-"""What decoding files found, remembered: by the trials of a sweep, and by all later runs."""
+"""Cache of decoded image files, for the trials of a sweep and for later runs."""
 
 import contextlib
 import hashlib
@@ -32,20 +32,20 @@ def decoded(
     title: str,
     least_area: float | None = None,
 ) -> Pixels:
-    """`decode_files`, or what another process or run has found by it.
+    """Return the result of `decode_files`, from the cache if it is there.
 
-    Pixels are kept in the folder that a sweep names in the environment and removes at its end, if
-    there is one, and are mapped from there: processes of a machine hold them once. What is found
-    without keeping pixels stays in the user's cache folder, as a scan of a large folder takes
-    minutes. Both hold until a file's name, size or time of change differs, or one can be read that
-    could not. A folder that cannot be written, or has no room, only costs time.
+    Pixels are cached only within a sweep, in a folder that the sweep names in the environment and
+    removes at its end. They are memory-mapped, so that the processes of a machine hold them once.
+    Results without pixels are cached in the user's cache folder, as the scan of a large folder
+    takes minutes. Both are valid until a file's name, size or modification time differs, or a file
+    becomes readable. If the folder cannot be written or is full, only time is lost.
     """
     folder = os.environ.get(SHARED_FOLDER) if keep else cache_folder() / "scans"
     what: dict[str, Any] = {"keep": keep, "least_area": least_area if keep else None}
     if not folder:
         return decode_files(paths, fit, channels, title=title, **what)
     file = Path(folder) / f"{key_of_files(paths, 4, fit, channels, what)}.pt"
-    with _alone(file):
+    with _locked(file):
         with contextlib.suppress(Exception):  # absent or damaged
             found = torch.load(file, weights_only=True, mmap=True)
             whole = found.pop("pictures")
@@ -65,7 +65,7 @@ def decoded(
 
 
 def _fails(path: str, fit: Fit) -> bool:
-    """Whether it still cannot be decoded: permissions and disks change without the file."""
+    """Return True if a file still cannot be decoded: permissions may change without the file."""
     try:
         read_file(path, fit)
     except UndecodableImageError:
@@ -74,7 +74,7 @@ def _fails(path: str, fit: Fit) -> bool:
 
 
 def key_of_files(paths: Sequence[str], *facts: Any) -> str:
-    """A name for what is found in files; another one when a name, a size or a time changes."""
+    """Return a cache key of files, which changes with a name, size or modification time."""
     key = hashlib.sha256(repr(facts).encode())
     for path in paths:
         with contextlib.suppress(OSError):
@@ -84,8 +84,8 @@ def key_of_files(paths: Sequence[str], *facts: Any) -> str:
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Others wait, rather than do the same."""
+def _locked(file: Path) -> Iterator[None]:
+    """Hold the lock of a file, so that other processes wait instead of doing the same work."""
     lock = FileLock(file.with_suffix(".lock"))
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # no folder, or a file system without locks

@@ -1,4 +1,4 @@
-"""Which image and patch size fits the images, and how pictures are brought to it."""
+"""Default image and patch sizes, and how pictures are resized to them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,14 +17,15 @@ INTERPOLATIONS = ("bicubic", "bilinear", "nearest")
 
 
 class Fit(NamedTuple):
-    """How a picture of any size becomes an image: its largest centred part of the same shape.
+    """Rules by which a picture becomes an image: its largest centred part of the same shape is
+    used.
 
     Attributes:
         size: side in pixels, or [height, width].
         interpolation: "bicubic", "bilinear" or "nearest"; the first two with antialiasing.
         crop_pct: share of that part's sides that is kept; less leaves out more of the border.
-        value_range: which values of files of more than 8 bits become 0 and 255, [low, high]; None:
-            0 and 65535 of integers, 0 and 1 of floats.
+        value_range: [low, high], the values of files of more than 8 bits that become 0 and 255;
+            None: 0 and 65535 for integers, 0 and 1 for floats.
     """
 
     size: Size
@@ -33,7 +34,7 @@ class Fit(NamedTuple):
     value_range: Sequence[float] | None = None
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """The size that a picture is brought to before the centre of it is cut out, as timm's."""
+        """Return the size that a picture is resized to before its centre is cut out, as in timm."""
         high, wide = (int(side / self.crop_pct) for side in sides(self.size))
         whole = int if high == wide else round
         if height * wide <= width * high:
@@ -42,18 +43,18 @@ class Fit(NamedTuple):
 
 
 def least_area(size: Size, crop_min_area: float) -> float:
-    """Pixels of a picture whose smallest random crop has as many as `size` on both sides."""
+    """Return the pixels of a picture whose smallest random crop has the sides of `size`."""
     height, width = sides(size)
     return height * width * (4 / 3) / crop_min_area
 
 
 def sides(size: Size) -> tuple[int, int]:
-    """Height and width."""
+    """Return height and width."""
     return pair("image_size", list(size) if isinstance(size, Sequence) else size)
 
 
 def checked_size(size: Size | None) -> int | list[int] | None:
-    """The size as it is written: one number for a square, else [height, width]."""
+    """Return the size in its written form: one number for a square, else [height, width]."""
     if size is None:
         return None
     height, width = sides(size)
@@ -66,7 +67,7 @@ def check_fit(
     crop_pct: float | None,
     value_range: Sequence[float] | None = None,
 ) -> None:
-    """ValueError if one is out of range; None is left to others."""
+    """Raise ValueError if an argument is out of range; None is allowed."""
     if interpolation is not None:
         choice(INTERPOLATIONS, interpolation=interpolation)
     up_to_1(crop_pct=crop_pct)
@@ -77,30 +78,30 @@ def check_fit(
 
 
 def default_image_size(short_side: int) -> int:
-    """The largest side, up to the images' own and to 224, that its patch size divides."""
+    """Return the largest side that its patch size divides, at most `short_side` and 224."""
     side = max(min(short_side, MAX_DEFAULT_SIDE), 2 * _POWERS[-1])
     patch = next((p for p in _POWERS if side // p >= MIN_GRID), _POWERS[-1])
     return side // patch * patch
 
 
 def default_patch_size(image_size: Size, num_images: int | None = None) -> int:
-    """The patch side that fits images of this side: 8 → 2, 32 → 4, 64 → 8, 224 → 16, 384 → 24.
+    """Return the patch side for images of this side: 8 → 2, 32 → 4, 64 → 8, 224 → 16, 384 → 24.
 
-    The largest power of two from 2 to 16 that divides the image into 8 to 16 patches a side, so
-    256 tokens at most. Where there is none, the divisor nearest to 16 that does; and images too
-    small for 8 patches a side get the smallest divisor above 1. Of images that are not squares,
+    It is the largest power of two from 2 to 16 that divides the image into 8 to 16 patches a side,
+    at most 256 tokens. If there is none, it is the divisor nearest to 16 that does; images too
+    small for 8 patches a side get the smallest divisor above 1. For images that are not squares,
     8 to 16 is the square root of the number of patches.
 
-    Of fewer than `MANY_IMAGES` images, a divisor that gives at most 64 tokens takes its place, the
-    one that gives most, if they are 36 at least: 28 → 4, 96 → 12, 224 → 28. An epoch then takes a
-    third of the time or less, and few images are learned from in many epochs.
+    For fewer than `MANY_IMAGES` images, it is instead the divisor that gives the most tokens up to
+    64, if these are at least 36: 28 → 4, 96 → 12, 224 → 28. An epoch then takes a third of the time
+    or less, which matters because few images need many epochs.
 
     Args:
         image_size: side in pixels, or [height, width].
-        num_images: to train on; None: many.
+        num_images: number of training images; None: many.
 
     Raises:
-        UserError: no divisor gives 2 to 16 patches a side (primes, mostly).
+        UserError: no divisor gives 2 to 16 patches a side, mostly because a side is prime.
     """
     height, width = sides(image_size)
     grids = {

@@ -1,4 +1,4 @@
-"""Tables as people write them: a header, and a row on each line, each with its place."""
+"""Read CSV tables with a header and a row per line, with the place of each row."""
 
 import csv
 from collections.abc import Iterator, Sequence
@@ -12,17 +12,17 @@ from attnkit.tasks.images.folder import SPLIT_OF
 class Table:
     """A text file in UTF-8 with a header and a row per line.
 
-    A row is one line: one whose quotes do not end in it is a problem of that line, and never takes
-    the lines after it with it. Spaces around names in the header do not count.
+    A row is one line: quotes that do not end in their line are a problem of that line, and the next
+    line is read as usual. Spaces around names in the header do not count.
 
     Args:
         path: the file.
-        delimiter: what separates the columns; None: the one of comma, semicolon and tab that the
-            header has most of.
+        delimiter: character between columns; None: comma, semicolon or tab, whichever is most
+            frequent in the header.
 
     Raises:
-        ValueError: a delimiter of more than one character.
-        UserError: when it is read, if it is no such file.
+        ValueError: the delimiter has more than one character.
+        UserError: on reading, if the file is not a CSV file in UTF-8.
     """
 
     def __init__(self, path: Path, delimiter: str | None = None) -> None:
@@ -37,16 +37,16 @@ class Table:
 
     @property
     def delimiter(self) -> str:
-        """What separates the columns."""
+        """The character between columns."""
         return self._delimiter or max(",;\t", key=self._first[1].count)
 
     @cached_property
     def header(self) -> list[str]:
-        """The names of the columns, as they are written."""
+        """The names of the columns, as written in the file."""
         return self.fields(*self._first)
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Every line below the header as it is, after where it is."""
+        """Return pairs of the place and the text of every line below the header."""
         lines = self._lines()
         next(lines, None)
         return lines
@@ -60,10 +60,10 @@ class Table:
             raise UserError(f"data: {self.path} is not a CSV file in UTF-8: {error}") from error
 
     def fields(self, where: str, line: str) -> list[str]:
-        """The fields of a line, [] of an empty one.
+        """Return the fields of a line, [] for an empty line.
 
         Raises:
-            UserError: its quotes do not end in it.
+            UserError: a quote does not end in the line.
         """
         try:
             return next(csv.reader([line], delimiter=self.delimiter, strict=True), [])
@@ -79,19 +79,19 @@ class Table:
             raise UserError(f"data: {where}: {error}") from error
 
     def wrong_count(self, where: str, fields: Sequence[str]) -> str:
-        """What is wrong with a row that has more or fewer columns than the header, or nothing."""
+        """Return the problem of a row with more or fewer columns than the header, or ""."""
         if len(fields) == len(self.header):
             return ""
-        advice = "a row is one line"  # this may be the rest of a value
+        advice = "a row is one line"  # the line may be the rest of a quoted value
         if len(fields) > len(self.header):
             advice = f"a value that holds {self.delimiter!r} belongs in quotes"
         return f"{where}: expected {len(self.header)} columns, got {len(fields)}; {advice}"
 
     def place(self, name: str) -> int:
-        """Which column has this name, with the spaces around it or without.
+        """Return the index of the column with this name, with or without spaces around it.
 
         Raises:
-            UserError: none has, or several have.
+            UserError: no column has the name, or several have.
         """
         stripped = [column.strip() for column in self.header]
         for names, wanted in ((self.header, name), (stripped, name.strip())):
@@ -104,16 +104,16 @@ class Table:
         )
 
     def guessed(self, names: Sequence[str]) -> int | None:
-        """The column that is called by the first of these names, in small or capital letters."""
+        """Return the index of the column with the first of these names, in any case, or None."""
         there = [column.strip().lower() for column in self.header]
         return next((there.index(name) for name in names if name in there), None)
 
 
 def split_in(given: str, where: str) -> str:
-    """The split that a cell names by one of its usual spellings.
+    """Return the split that a cell names in one of the usual spellings.
 
     Raises:
-        UserError: it names none.
+        UserError: the cell names no split.
     """
     split = SPLIT_OF.get(given.strip().lower())
     if split is None:

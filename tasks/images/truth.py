@@ -1,4 +1,4 @@
-"""Images of which it is known where the evidence is: what maps are judged by."""
+"""Ground truth of explanations: images with masks of where the evidence is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Truth:
-    """Images, and the objects in them that an answer is to be seen from.
+    """Images and masks of the objects in them that show the right answer.
 
     images: uint8 [images, channels, height, width], as the model takes them.
     masks: bool [images, objects, height, width]: True = the object.
-    classes: int64 [images, objects]: the class that each object speaks for; None: of captions.
-    objects_of: of captions, the words of a sentence that name an object: (number of the image,
-        sentence) to pairs (number of the word, number of the object).
+    classes: int64 [images, objects]: the class that each object shows; None for captions.
+    objects_of: for captions, maps (index of the image, sentence) to pairs (index of the word, index
+        of the object that it names).
     """
 
     images: Tensor
@@ -24,8 +24,8 @@ class Truth:
     objects_of: Callable[[int, str], list[tuple[int, int]]] | None = None
 
     def mask_of(self, image: int, class_number: int) -> Tensor | None:
-        """The mask of the object that speaks for a class, bool [height, width]; None: no object of
-        the image does."""
+        """Return the mask of the objects that show a class, bool [height, width], or None if the
+        image has none."""
         if self.classes is None:
             raise ValueError(
                 "mask_of: objects of captions have words instead of classes; use objects_of"
@@ -36,8 +36,8 @@ class Truth:
 
 @runtime_checkable
 class KnowsTruth(Protocol):
-    """A data module that knows where in its images the evidence is; asked after `setup`."""
+    """A data module that knows where the evidence is in its images, after `setup`."""
 
     def truth(self, split: str = "test") -> Truth:
-        """The images of a split, in its order."""
+        """Return the ground truth of the images of a split, in its order."""
         ...

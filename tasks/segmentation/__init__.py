@@ -1,4 +1,4 @@
-"""Semantic segmentation: a class for every pixel, of scenes made from a seed or of your files."""
+"""Semantic segmentation: a class for every pixel, on generated scenes or your own files."""
 
 from typing import TYPE_CHECKING
 

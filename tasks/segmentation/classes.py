@@ -1,4 +1,4 @@
-"""Which class a value or a colour of a mask means: by a table, or by the masks themselves."""
+"""Map values or colours of masks to classes, by a table or by the masks themselves."""
 
 import csv
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from attnkit.tasks.images.folder import say_once, shortened
 from attnkit.tasks.segmentation.sets import IGNORED
 
 _NAMED = 3
-_CLOSE = 10  # numbers up to this are of classes, though most of them may not occur
+_CLOSE = 10  # numbers up to this are classes even if most of them do not occur
 
 
 class Classes(NamedTuple):
-    """Which class a value of a mask means.
+    """Maps values of a mask to classes.
 
-    names: of the classes, by their numbers.
-    number_of: of each value the number of its class, 255 where pixels do not count. A value is a
-        number, or with `in_colours` 65536 · red + 256 · green + blue.
+    names: the names of the classes, in the order of their numbers.
+    number_of: maps a value to the number of its class, or to 255 if its pixels do not count. A
+        value is a number, or with `in_colours` 65536 · red + 256 · green + blue.
     """
 
     names: list[str]
@@ -30,10 +30,10 @@ class Classes(NamedTuple):
 
 
 def read_table(path: Path) -> tuple[list[tuple[str, int]], bool]:
-    """Names of classes with their values, and whether these are colours.
+    """Read names and values of classes, and whether the values are colours.
 
     Raises:
-        UserError: it cannot be read so; the line is named.
+        UserError: the table does not have this form; the error names the line.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -79,18 +79,18 @@ def chosen_classes(
     ignored: Sequence[int | str],
     known: Sequence[str] | None = None,
 ) -> Classes:
-    """The classes of a table, or without one of the values in masks.
+    """Return the classes of a table, or without a table those of the values in masks.
 
     Args:
-        rows: of the table; None: there is none.
-        in_colours: whether their values are colours.
-        values: of the masks of train, or of all masks if classes are `known`.
-        ignored: names and numbers that do not count.
-        known: classes of the module that is to be tested, where there is no table.
+        rows: names and values of the table; None: there is no table.
+        in_colours: whether the values are colours.
+        values: values in the masks of train, or in all masks if classes are `known`.
+        ignored: names and numbers whose pixels do not count.
+        known: classes of the module to be tested, if there is no table.
 
     Raises:
-        UserError: fewer than two are left, more than 255, masks are of colours or of numbers far
-            apart without a table, or what is ignored is no class and no number.
+        UserError: fewer than 2 or more than 255 classes are left; there is no table, and masks hold
+            colours or numbers far apart; or `ignored` holds neither a class nor a number.
     """
     out = {str(item) for item in ignored}
     is_binary = rows is None and (
@@ -124,7 +124,7 @@ def chosen_classes(
 def _without_table(
     values: set[int], out: set[str], known: Sequence[str] | None, is_binary: bool
 ) -> list[tuple[str, int]]:
-    """Names and values of the classes that masks without a table are of."""
+    """Return names and values of the classes of masks without a table."""
     if is_binary:
         say_once("data: masks of 0 and 255 alone: 255 is a class")
         return list(zip(known or ("0", "1"), (0, IGNORED), strict=True))
@@ -133,7 +133,7 @@ def _without_table(
     says = "a table says which class they are\n  data.classes=FILE.csv with the columns name, and"
     if top > IGNORED:
         raise UserError(f"data: a mask holds colours or numbers above 255; {says} r, g, b or value")
-    if known is not None:  # names are numbers where the training had no table, either
+    if known is not None:  # names are numbers if the training had no table either
         numbers = all(name.isdecimal() for name in known)
         return [(name, int(name) if numbers else at) for at, name in enumerate(known)]
     if top > _CLOSE and 2 * sum(value <= top for value in values) < top + 1:
@@ -143,5 +143,5 @@ def _without_table(
 
 
 def packed(red: Any, green: Any, blue: Any) -> Any:
-    """A colour as one number."""
+    """Return a colour as one number."""
     return red * 65536 + green * 256 + blue

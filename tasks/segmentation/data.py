@@ -1,5 +1,4 @@
-"""Data modules of pictures with a class for every pixel; users subclass
-`SegmentationDataModule`."""
+"""Data modules for semantic segmentation; users subclass `SegmentationDataModule`."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -22,20 +21,21 @@ class SegmentationDataModule(SplitImages):
     """Pictures with masks in up to three splits; a subclass reads them in `load()`.
 
     A batch is uint8 images [batch, channels, height, width] and uint8 masks [batch, height, width]:
-    numbers of classes, 255 where a pixel does not count. With `windows` the batches of validation
-    and test are lists of both where pictures differ in size. Pictures are augmented one by one by
-    torchvision's v2, together with their masks; what is drawn depends on the seed, the epoch and
-    the place in it alone.
+    class numbers, or 255 where a pixel does not count. With `windows`, batches of validation and
+    test are lists of both if pictures differ in size. Pictures are augmented one by one by
+    torchvision's v2, together with their masks; the random numbers depend only on the seed, the
+    epoch and the place in it.
 
     Args:
-        windows: False: whole pictures are brought to `image_size`, whatever their shape, in
-            training after a random crop. True: pictures keep their scale; training takes random
+        windows: False: whole pictures are resized to `image_size`, whatever their shape; in
+            training after a random crop. True: pictures keep their scale; training uses random
             windows of `image_size`, and the module slides such a window over pictures to test.
+            None: as in the module in the trainer, otherwise False.
         crop_min_area: smallest share of a picture that a random crop of training keeps, up to 4/3
             wider or higher than `image_size`; None: no crop. Not with `windows`.
         horizontal_flip: probability of mirroring left and right in training.
         color_jitter: largest change of brightness, contrast and saturation in training, as a share.
-        **options: `image_size` (None: that of the first picture, rounded to whole patches),
+        **options: `image_size` (None: the size of the first picture, in whole patches),
             `interpolation`, `batch_size`, `num_workers`, `val_fraction`, `test_fraction` and
             `seed`, as in `SplitImages`.
 
@@ -73,15 +73,15 @@ class SegmentationDataModule(SplitImages):
 
     @property
     def augment(self) -> dict[str, Any] | None:
-        """What is drawn at random in training; None: nothing."""
+        """The random changes of training; None: there are none."""
         return self.changes if self.windows or any(self.changes.values()) else None
 
     @abstractmethod
     def load(self) -> tuple[Mapping[str, MaskedImages], list[str]]:
-        """The splits there are ("train" and maybe "val" and "test") and the names of classes."""
+        """Return the splits ("train", and "val" and "test" if they exist) and the class names."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and split, once."""
+        """Load and split the data, once."""
         if not self.is_read(stage):
             follow_module(self)
             module = module_of(self)
@@ -89,10 +89,10 @@ class SegmentationDataModule(SplitImages):
                 self.windows = bool(getattr(module, "windows", False))
             given, names = self.load()
             if "train" in given and len(given) < len(("train", "val", *self.test_splits)):
-                self.first_of_equal = first_of_equal(given["train"].keys())  # stay on one side
+                self.first_of_equal = first_of_equal(given["train"].keys())  # kept on one side
             self.sets = self.with_missing_splits(given)
             self.class_names = list(names)
-            self.__dict__.pop("statistics", None)  # of other sets
+            self.__dict__.pop("statistics", None)  # cached for other sets
             first = next(iter(self.sets.values()))
             self.in_channels = getattr(module, "in_channels", None) or first.channels
             if self.image_size is None:
@@ -112,7 +112,7 @@ class SegmentationDataModule(SplitImages):
         return Pairs(pairs, None if as_they_are else resized(self.image_size, how))
 
     def describe(self) -> dict[str, Any]:
-        """What a model and `SemanticSegmentation` need to know; plain values, after `setup`."""
+        """Return, after `setup`, the plain values that a model and `SemanticSegmentation` need."""
         assert self.image_size is not None
         mean, std, _ = self.statistics
         return {
@@ -129,16 +129,16 @@ class SegmentationDataModule(SplitImages):
 
     @property
     def class_counts(self) -> Tensor:
-        """How many training pixels each class has, of up to a thousand pictures; after `setup`."""
+        """The number of pixels of each class in up to 1,000 training pictures, after `setup`."""
         return self.statistics[2]
 
     @cached_property
     def statistics(self) -> tuple[list[float], list[float], Tensor]:
-        """Those of the training images, see `MaskedImages.statistics`."""
+        """The statistics of the training images; see `MaskedImages.statistics`."""
         return self.sets["train"].statistics(len(self.class_names))
 
     def summary(self) -> list[str]:
-        """What was found, in a few lines; after `setup`."""
+        """Return, after `setup`, a few lines that describe the data."""
         counts = {split: len(pairs) for split, pairs in self.sets.items()}
         pixels = self.class_counts.double()
         shares = [
@@ -151,7 +151,7 @@ class SegmentationDataModule(SplitImages):
         ]
 
     def split_rows(self, train: MaskedImages, fractions: Sequence[float]) -> list[Tensor]:
-        """These fractions of the pictures, drawn by the seed."""
+        """Split the pictures at random, from the seed, into the rest and these fractions."""
         counts = [round(fraction * len(train)) for fraction in fractions]
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.seed))
         return [p.sort().values for p in order.split([len(train) - sum(counts), *counts])]

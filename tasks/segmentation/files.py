@@ -1,4 +1,4 @@
-"""Your own pictures with masks: folders of files, and the usual ways to write masks."""
+"""Data module of folders of pictures and masks, in the usual forms of masks."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ _NAMED = 3
 
 
 class Pair(NamedTuple):
-    """The files of a picture and of its mask."""
+    """The paths of a picture and its mask."""
 
     image: str
     mask: str
@@ -42,31 +42,32 @@ class Pair(NamedTuple):
 class SegmentationFilesData(SegmentationDataModule):
     """Pictures in `root`/images/<split> and masks of the same names in `root`/masks/<split>.
 
-    Splits are called as in an `ImageFolderData`; what is not given is taken from train, and without
-    folders of splits all pictures are train. The mask of a.jpg is called a.jpg.png, or a with any
-    suffix. The folder of masks may also be called annotations or labels. A mask holds of each pixel
-    the number of its class, grey or as the number in a palette, or with a table of colours its
-    colour. 255 does not count, unless masks hold 0 and 255 alone, which are then two classes.
+    Splits are named as in `ImageFolderData`; missing ones are taken from train, and without folders
+    of splits all pictures are train. The mask of a.jpg is called a.jpg.png, or a with any suffix.
+    The folder of masks may also be called annotations or labels. A mask holds the class number of
+    each pixel, as a grey value or an index of a palette, or with a table of colours its colour. 255
+    does not count, unless masks hold only 0 and 255, which are then two classes.
 
-    The table is `root`/classes.csv (or class_dict.csv): a column `name`; of colours `r`, `g`, `b`,
-    or `color` (#ff0000 or red); of numbers that are not 0, 1, 2, … in the order of the rows,
-    `value`. Rows of one name are one class. Or it is classes.txt, a name in each line. Without a
-    table the classes are 0 to the largest number in train, or those of the module to be tested.
+    The table is `root`/classes.csv (or class_dict.csv). It has a column `name`; for colours also
+    `r`, `g`, `b`, or `color` (#ff0000 or red); for numbers that are not 0, 1, 2, … in the order of
+    the rows, also `value`. Rows with the same name are one class. Alternatively it is classes.txt,
+    with a name in each line. Without a table the classes are 0 to the largest number in train, or
+    those of the module to be tested.
 
-    All masks and the headers of pictures are read before training, and files again whenever a batch
-    needs them. `root` is never written to.
+    All masks and the headers of pictures are read before training; files are read again whenever a
+    batch needs them. `root` is never written to.
 
     Args:
         root: the folder.
-        classes: the table, if it lies elsewhere.
-        ignored: numbers of masks, or names of classes, whose pixels do not count, beside 255.
+        classes: the table, if it is elsewhere.
+        ignored: mask values, or names of classes, whose pixels do not count, in addition to 255.
         in_channels: 1 (grey) or 3 (RGB).
-        **options: as of `SegmentationDataModule`.
+        **options: arguments of `SegmentationDataModule`.
 
     Raises:
-        ValueError: `root` or `classes` is not there.
-        UserError: in `setup`, a mask is missing, a JPEG, of another size than its picture, or holds
-            what is no class; the file is named.
+        ValueError: `root` or `classes` does not exist.
+        UserError: in `setup`, if a mask is missing, is a JPEG, differs in size from its picture, or
+            holds a value of no class; the error names the file.
     """
 
     def __init__(
@@ -117,11 +118,11 @@ class SegmentationFilesData(SegmentationDataModule):
 
 
 class MaskedFiles(MaskedImages):
-    """Pictures and masks that are decoded when they are asked for.
+    """Pictures and masks that are decoded on access.
 
     Args:
         pairs: the files.
-        classes: what the values of masks mean.
+        classes: the classes of the values of masks.
         channels: 1 (grey) or 3.
         value_range: see `Fit`.
     """
@@ -159,11 +160,11 @@ class MaskedFiles(MaskedImages):
 
 
 def find_pairs(root: Path) -> dict[str, list[Pair]]:
-    """The pictures of each split with their masks, sorted.
+    """Return the pictures of each split with their masks, sorted.
 
     Raises:
-        UserError: there are no folders of pictures and masks, a split has no pictures, or pictures
-            without masks.
+        UserError: a folder of pictures or masks is missing, a split has no pictures, or a picture
+            has no mask.
     """
     masks = next((root / name for name in _MASKS if (root / name).is_dir()), root / _MASKS[0])
     for folder in (root / "images", masks):
@@ -201,20 +202,20 @@ def _pairs(images: Path, masks: Path) -> list[Pair]:
             f"{masks}\n  {', '.join(shortened(missing, _NAMED))}"
         )
     if left := sorted(set(mask_of.values()) - set(mask_for.values())):
-        said = ", ".join(shortened(left, _NAMED))
-        say_once(f"{masks}: {len(left)} masks of no image are not used: {said}")
+        names = ", ".join(shortened(left, _NAMED))
+        say_once(f"{masks}: {len(left)} masks of no image are not used: {names}")
     return [Pair(path, mask) for path, mask in mask_for.items() if mask is not None]
 
 
 def values_of(pair: Pair, in_colours: bool) -> set[int]:
-    """The values of a mask.
+    """Return the values of a mask.
 
     Raises:
-        UserError: a file cannot be read, or their sizes differ.
+        UserError: a file cannot be read, or the sizes of picture and mask differ.
     """
     values = read_mask(pair.mask, in_colours)
     size, (height, width) = header_size(pair.image), values.shape
-    try:  # a header does not know of EXIF's orientation
+    try:  # the header's size ignores EXIF's orientation
         size = size if size == (width, height) else read_picture(pair.image).size
     except UndecodableImageError as error:
         raise UserError(f"data: {pair.image} cannot be decoded: {error}") from error
@@ -227,9 +228,9 @@ def values_of(pair: Pair, in_colours: bool) -> set[int]:
 
 
 def read_mask(path: str, in_colours: bool) -> np.ndarray:
-    """The values of a mask, int64 [height, width]; colours as one number each.
+    """Read the values of a mask, int64 [height, width]; a colour is packed into one number.
 
-    A file of colours whose three channels are equal holds numbers, unless a table names colours.
+    A colour file whose three channels are equal holds numbers, unless a table has colours.
     """
     try:
         with Image.open(path) as image:
@@ -240,7 +241,7 @@ def read_mask(path: str, in_colours: bool) -> np.ndarray:
                 pixels = np.asarray(image.convert("RGB")).astype(np.int64)
                 is_grey = not in_colours and (pixels == pixels[..., :1]).all()
                 return pixels[..., 0] if is_grey else packed(*np.moveaxis(pixels, -1, 0))
-            # one bit is 0 and 255, as other masks of two classes
+            # one-bit masks become 0 and 255, like other masks of two classes
             whole = image.convert("L") if image.mode == "1" else image
             return np.asarray(whole).astype(np.int64)
     except (OSError, ValueError, SyntaxError) as error:
@@ -248,9 +249,9 @@ def read_mask(path: str, in_colours: bool) -> np.ndarray:
 
 
 def _unknown(pair: Pair, value: int, classes: Classes, whose: str) -> str:
-    said = f"#{value:06x}" if classes.in_colours else str(value)
+    shown = f"#{value:06x}" if classes.in_colours else str(value)
     more = "" if classes.in_colours else f"; data.ignored=[{value}] leaves such pixels out"
     return (
-        f"data: the mask {pair.mask} holds {said}, which is none of the {len(classes.names)} "
+        f"data: the mask {pair.mask} holds {shown}, which is none of the {len(classes.names)} "
         f"classes of {whose}{more}"
     )

@@ -1,4 +1,4 @@
-"""Heads that make the classes of pixels from the tokens of a Vision Transformer."""
+"""Segmentation heads, which map the tokens of a Vision Transformer to logits of pixels."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -14,10 +14,10 @@ Logits = Annotated[Tensor, "batch classes height width"]
 
 
 class Head(nn.Module):
-    """Base of the heads: which layers they read, and how tokens become maps.
+    """Base of the heads: the layers that a head reads, and how tokens become maps.
 
     Attributes:
-        layers: numbers of the backbone's blocks whose tokens it reads, from 0.
+        layers: indices of the backbone's blocks whose tokens the head reads, from 0.
         size: (height, width) of the images in pixels.
         grid: (height, width) in patches.
     """
@@ -34,11 +34,11 @@ class Head(nn.Module):
     def maps(
         self, tokens: Annotated[Tensor, "*batch tokens dim"]
     ) -> Annotated[Tensor, "*batch dim rows columns"]:
-        """The patch tokens at their places in the image."""
+        """Arrange the patch tokens at their places in the image."""
         return tokens[..., self.num_prefix_tokens :, :].mT.unflatten(-1, self.grid)
 
     def enlarged(self, logits: Logits) -> Logits:
-        """Logits for every pixel, bilinear."""
+        """Interpolate logits bilinearly to every pixel."""
         if logits.shape[-2:] == self.size:
             return logits
         return functional.interpolate(logits, self.size, mode="bilinear", align_corners=False)
@@ -49,14 +49,14 @@ class LinearHead(Head):
 
         logits[class, patch] = W token + b
 
-    With `per_pixel` a token gives the logits of all pixels of its patch, so that edges are as fine
-    as pixels; else one for each class, which is enlarged bilinearly (Strudel et al., Segmenter,
-    2021, "linear decoder").
+    With `per_pixel` a token is mapped to the logits of all pixels of its patch, so that edges are
+    as fine as pixels; otherwise to one logit per class, which is enlarged bilinearly (Strudel et
+    al., Segmenter, 2021, "linear decoder").
 
     Args:
-        backbone: whose tokens are read.
-        num_classes: how many logits a pixel has.
-        per_pixel: whether every pixel of a patch has weights of its own.
+        backbone: the network whose tokens are read.
+        num_classes: number of logits of a pixel.
+        per_pixel: whether every pixel of a patch has its own weights.
     """
 
     def __init__(self, backbone: ViT, num_classes: int, *, per_pixel: bool = False) -> None:
@@ -80,13 +80,13 @@ class ConvolutionalHead(Head):
         x = fuse_3(m_3);  x = fuse_i(m_i + enlarged(x))      for i = 2, 1, 0
         logits = enlarged(conv(x))
 
-    The blocks are at 1/4, 2/4, 3/4 and the end of the depth. Unlike in the paper each fusion is one
-    residual block, and the class token is not read.
+    The blocks are at 1/4, 2/4, 3/4 and the end of the depth. Unlike in the paper, each fusion is
+    one residual block, and the class token is not read.
 
     Args:
-        backbone: whose tokens are read; its depth is at least 4.
-        num_classes: how many logits a pixel has.
-        dim: channels of the maps.
+        backbone: the network whose tokens are read; it has at least 4 blocks.
+        num_classes: number of logits of a pixel.
+        dim: number of channels of the maps.
     """
 
     def __init__(self, backbone: ViT, num_classes: int, *, dim: int = 64) -> None:

@@ -30,41 +30,41 @@ Masks = Annotated[Tensor, "batch height width", int]
 
 
 class SemanticSegmentation(NormalizesImages, ClassificationModule):
-    """A class for every pixel: cross-entropy and Dice, mean IoU, scores per class.
+    """Predicts a class for every pixel: cross-entropy and Dice, mean IoU, scores per class.
 
-        loss = cross_entropy + dice_weight · dice      of each image; pixels of 255 do not count
+        loss = cross_entropy + dice_weight · dice      for each image; pixels of 255 do not count
 
-    Logged is what `ClassificationModule` says, with pixels as samples, so that `val/accuracy` is
-    the share of pixels that are right, and `val/miou`: the mean over the classes, of those that are
-    there or predicted, of
+    The module logs what `ClassificationModule` does, with pixels as samples, so that `val/accuracy`
+    is the share of correct pixels. It also logs `val/miou`, the mean over the classes that occur or
+    are predicted of
 
-        IoU = pixels that are rightly of the class / pixels that are or are predicted to be
+        IoU = |pixels of the class ∩ pixels predicted as it| / |their union|
 
-    `train/plain_loss` is the cross-entropy of training without class weights. Of a head with
-    several answers in training the loss is the mean over them.
+    `train/plain_loss` is the cross-entropy of training without class weights. If the head returns
+    several answers in training, the loss is the mean over them.
 
     Args:
         model: images [batch, in_channels, height, width] to logits [batch, num_classes, height,
-            width], as `Segmenter`; a module, or its configuration (see `TaskModule`).
+            width], such as `Segmenter`; a module, or its configuration (see `TaskModule`).
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
-        class_names: for tables and pictures; "0", "1", … unless given.
-        image_size: of the images that the model takes: side in pixels, or [height, width].
-        interpolation: how pictures are brought to that size.
-        windows: False: whole pictures are brought to `image_size`, and in prediction their logits
-            back to the size of the picture. True: a window of `image_size` slides over them. None:
-            as the data in the trainer, or False.
+        class_names: names for tables and pictures; None: "0", "1", …
+        image_size: size of the images that the model takes: side in pixels, or [height, width].
+        interpolation: how pictures are resized to it.
+        windows: False: whole pictures are resized to `image_size`, and in prediction their logits
+            back to the size of the picture. True: a window of `image_size` slides over pictures.
+            None: as in the data module in the trainer, otherwise False.
         overlap: share of a window's sides by which neighbouring windows overlap at least.
-        in_channels, mean, std: of the images, see `NormalizesImages.expect_images`.
-        class_weights: see `ClassificationModule`; of cross-entropy alone. "balanced" gives a class
-            without counted pixels the weight 1.
-        dice_weight: of Dice in the loss; 0: cross-entropy alone.
-        region: what `explained` asks about: a pixel [row, column], or a box [top, left, bottom,
-            right] in pixels of the image that the model takes; None: the whole image.
+        in_channels, mean, std: see `NormalizesImages.expect_images`.
+        class_weights: see `ClassificationModule`; they apply to the cross-entropy only. "balanced"
+            gives a class without counted pixels the weight 1.
+        dice_weight: weight of Dice in the loss; 0: cross-entropy only.
+        region: the pixels whose logits are explained: a pixel [row, column], or a box [top, left,
+            bottom, right] in pixels of the image that the model takes; None: the whole image.
 
     Raises:
         ValueError: an argument out of range.
-        UserError: in `setup`, the data to train on have other `windows`.
+        UserError: in `setup`, if the training data has other `windows`.
     """
 
     def __init__(
@@ -111,18 +111,20 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         if self.windows is None and of_data is not None:
             self.windows = self.hparams["windows"] = of_data
         elif stage == "fit" and of_data is not None and of_data != self.windows:
-            asked, given = (str(value).lower() for value in (self.windows, of_data))
+            mine, given = (str(value).lower() for value in (self.windows, of_data))
             raise UserError(
-                f"module.windows: got {asked}, but data.windows is {given}; give both alike, or "
+                f"module.windows: got {mine}, but data.windows is {given}; give both alike, or "
                 "data.windows alone\n  windows are cut out with data.crop_min_area=null"
             )
 
     def forward(self, images: Tensor) -> Logits:
-        """Logits of every pixel of images, uint8 or float from 0 to 1, of `image_size`."""
+        """Return the logits of every pixel; images are uint8 or float in [0, 1], of
+        `image_size`."""
         return self.model(self.normalized(images))
 
     def segment(self, image: Annotated[Tensor, "channels height width"]) -> Logits:
-        """Logits [classes, height, width] of a picture of any size, by windows or resized."""
+        """Return logits [classes, height, width] of a picture of any size, by windows or
+        resizing."""
         size = sides(self.image_size or image.shape[-2:])
         image = to_channels(image, 1) if self.in_channels < len(image) else image
         image = image.expand(self.in_channels, -1, -1)[None]
@@ -140,7 +142,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         super().on_train_start()
         counts = self.class_counts() if self.is_balanced else None
         if counts is not None and self.class_weights is not None:
-            # Counts are of some pictures: a class that is not seen in them may be in the others.
+            # Only some pictures are counted: a class that is missing in them may be in others.
             self.class_weights[counts.to(self.device) == 0] = 1.0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -163,7 +165,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         return losses.mean()
 
     def losses(self, logits: Logits, masks: Masks) -> Annotated[Tensor, "batch"]:
-        """The loss of each image that training minimises the mean of."""
+        """Return the loss of each image; training minimises their mean."""
         losses = _over_pixels(logits, masks, self.class_weights)
         return losses + self.dice_weight * dice_loss(logits, masks) if self.dice_weight else losses
 
@@ -184,7 +186,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
             if counts.any():
                 self.evaluate(stage, logits.movedim(1, -1)[counts], truth[counts].long())
                 continue
-            # Logged all the same: every process takes part in the sums at the end.
+            # Log anyway, because every process must take part in the reduction at the end.
             metrics: Any = self.val_metrics if stage == "val" else self.test_metrics
             for name, metric in metrics.items():
                 self._log(f"{stage}/{name}", metric, prog_bar=name == "accuracy")
@@ -198,10 +200,11 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         self.class_scores = scores
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, list[Any]]:
-        """The classes of each picture's pixels, in the attribute `predicted`.
+        """Predict the classes of pixels and keep them in the attribute `predicted`.
 
         Returns:
-            a list entry per picture: `path`, and `share(<class>)` of its pixels for each class.
+            lists with an entry per picture: `path`, and `share(<class>)`, the share of its pixels,
+            for each class.
         """
         images, *rest = batch
         self.predicted = [self.segment(image).argmax(dim=0).byte().cpu() for image in images]
@@ -214,7 +217,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         return {"path": list(rest[0]), **columns} if rest and shares else columns
 
     def explained(self, batch: Any) -> Explained:
-        """What `attnkit.explain` is given of a batch: the mean logits of `region`."""
+        """Return the inputs of `attnkit.explain` for a batch: the mean logits of `region`."""
         images, *rest = batch
         if not isinstance(images, Tensor):
             size = sides(self.image_size or images[0].shape[-2:])
@@ -239,7 +242,8 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         return made
 
     def programs(self) -> dict[str, "Program"]:
-        """`model`: uint8 images of one size to logits of every pixel, the normalisation inside."""
+        """Return the program to export: `model` maps uint8 images of one size to logits of
+        pixels."""
         from attnkit.lightning.export.program import Program
 
         high, wide = sides(self.image_size or 0)
@@ -260,7 +264,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
 
 
 class RegionScore(NamedTuple):
-    """How well the pixels of one class are found; None where a ratio has no denominator."""
+    """Scores of one class over pixels; None if the denominator of a ratio is 0."""
 
     name: str
     iou: float | None
@@ -271,21 +275,21 @@ class RegionScore(NamedTuple):
 
 
 def iou_of(f1: float | None) -> float | None:
-    """Intersection over union: F1 / (2 − F1)."""
+    """Return the intersection over union, F1 / (2 − F1)."""
     return None if f1 is None else f1 / (2 - f1)
 
 
 def dice_loss(logits: Logits, masks: Masks) -> Annotated[Tensor, "batch"]:
-    """The Dice loss of each image (Milletari et al., V-Net, 2016, without squares):
+    """Return the Dice loss of each image (Milletari et al., V-Net, 2016, without squares):
 
         1 − mean over classes c in the image of  2 Σ p_c y_c / (Σ p_c + Σ y_c)
 
-    p: softmax of the logits; y: 1 where a pixel is of the class. Sums are over the pixels that
-    count; an image without any has the loss 0.
+    p is the softmax of the logits; y is 1 where a pixel is of the class, else 0. Sums are over the
+    pixels that count; the loss of an image without such pixels is 0.
 
     Args:
-        logits: of every pixel.
-        masks: numbers of classes, 255 where a pixel does not count.
+        logits: logits of every pixel.
+        masks: class numbers, 255 where a pixel does not count.
     """
     counts = (masks != IGNORED).unsqueeze(1)
     classes = torch.arange(logits.shape[1], device=masks.device)[:, None, None]
@@ -298,14 +302,14 @@ def dice_loss(logits: Logits, masks: Masks) -> Annotated[Tensor, "batch"]:
 
 
 def _over_pixels(logits: Logits, masks: Masks, weights: Tensor | None) -> Tensor:
-    """Cross-entropy of each image, [batch], the mean over its pixels that count."""
+    """Return the cross-entropy of each image, [batch], the mean over the pixels that count."""
     options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "none"}
     losses = functional.cross_entropy(logits, masks, weights, **options).sum(dim=(1, 2))
     return losses / (masks != IGNORED).sum(dim=(1, 2)).clamp_min(1)
 
 
 def _box(region: Sequence[int] | None, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Top, left, bottom and right of what is explained."""
+    """Return top, left, bottom and right of the explained region; raise ValueError if invalid."""
     whole = [0, 0, *size] if region is None else region
     given = list(whole) if isinstance(whole, Sequence) else [whole]
     if any(isinstance(place, bool) or not isinstance(place, int) for place in given):
@@ -320,7 +324,7 @@ def _box(region: Sequence[int] | None, size: tuple[int, int]) -> tuple[int, int,
 
 
 class _Region(nn.Module):
-    """The mean logits of a part of each image, [batch, classes]."""
+    """Wraps a model; returns the mean logits of a box of each image, [batch, classes]."""
 
     def __init__(self, model: nn.Module, box: tuple[int, int, int, int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pictures to segment: a folder or a file, each at its own size."""
+"""Data module of pictures to segment: a folder or a file, each at its own size."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,10 @@ from attnkit.tasks.images.predict import ImagePaths, PredictData
 
 
 class PicturePaths(ImagePaths):
-    """As `ImagePaths`, but a batch is a list of whole pictures, uint8 [3, height, width], and one
-    of their paths."""
+    """Picture files, fetched by the batch as in `ImagePaths`.
+
+    A batch is a list of whole pictures, uint8 [3, height, width], and a list of their paths.
+    """
 
     def read(self, path: str) -> Tensor:
         return as_tensor(read_picture(path, None, self.fit.value_range))
@@ -21,9 +23,9 @@ class PicturePaths(ImagePaths):
 
 
 class PicturesToSegment(PredictData):
-    """The images under a folder (at any depth) or one image file, for `Trainer.predict`.
+    """Pictures under a folder (at any depth) or one image file, for `Trainer.predict`.
 
-    As `PredictData`, but pictures keep their size: `PicturePaths`.
+    It differs from `PredictData` in that pictures keep their size: see `PicturePaths`.
     """
 
     def images_at(self, paths: Sequence[str]) -> PicturePaths:

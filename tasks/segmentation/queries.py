@@ -1,4 +1,4 @@
-"""A head of learned queries that join the patches in the last blocks of a Vision Transformer."""
+"""Segmentation head of learned queries that pass the last blocks of a ViT with the patches."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -16,14 +16,14 @@ from attnkit.tasks.segmentation.heads import Features, Head, Logits
 
 @dataclass(frozen=True, eq=False)
 class _RegionOfQuery(Mask):
-    """Each query sees the patches of its own region; everything else sees everything.
+    """Mask with which a query sees only the patches of its region; other tokens see everything.
 
     The tokens are the queries, then prefix tokens, then the patches.
 
     Args:
         regions: True where a patch is in the region of a query.
-        num_prefix_tokens: how many tokens stand between the queries and the patches; queries see
-            them, and each other.
+        num_prefix_tokens: number of tokens between the queries and the patches; queries see them,
+            and each other.
     """
 
     regions: Annotated[Tensor, "batch queries patches", bool]
@@ -49,20 +49,21 @@ class QueryHead(Head):
         tokens = block([queries, tokens], _RegionOfQuery)     for each of the last blocks
         logits[class] = mlp(query of the class) · upscale(patches)
 
-    In training a query sees in some of the blocks only the patches that the answer so far gives its
-    class; the share of these blocks, `masked_share`, falls from 1 at the start to 0 at the end, so
-    that afterwards nothing is masked. In training the answers before every block are returned, too,
-    to be learned as the last is: [batch, answers, classes, height, width].
+    In training, a query sees in some of the blocks only the patches that the previous answer
+    assigns to its class; the share of these blocks, `masked_share`, falls from 1 at the start to 0
+    at the end, so that nothing is masked afterwards. In training the head also returns the answers
+    before
+    every block, which get the same loss as the last: [batch, answers, classes, height, width].
 
-    The head takes the last blocks and the norm out of the backbone. Unlike in the paper there is a
-    query for each class instead of many that are matched with regions, a patch is in the region of
-    the class with the highest logit, and the share falls in all blocks alike. Rotary positions turn
-    the patches alone, as queries have no place.
+    The head takes the last blocks and the norm out of the backbone. It differs from the paper:
+    there is one query for each class instead of many that are matched with regions, a patch is in
+    the region of the class with the highest logit, and the share falls equally in all blocks.
+    Rotary positions are applied to patches only, because queries have no position.
 
     Args:
-        backbone: whose last blocks are taken.
-        num_classes: how many queries there are.
-        num_blocks: how many blocks the queries pass; less than the backbone has.
+        backbone: the network whose last blocks are taken.
+        num_classes: number of queries.
+        num_blocks: number of blocks that the queries pass; fewer than the backbone has.
     """
 
     def __init__(self, backbone: ViT, num_classes: int, *, num_blocks: int = 2) -> None:
@@ -90,7 +91,7 @@ class QueryHead(Head):
         self.masked_share = 1.0
 
     def anneal(self, progress: float) -> None:
-        """Set the share of masked blocks for a training that is done from 0 to 1 so far."""
+        """Set the share of masked blocks for a progress of training from 0 to 1."""
         self.masked_share = (1 - progress) ** 0.9
 
     def forward(self, features: Features) -> Tensor:
@@ -108,7 +109,7 @@ class QueryHead(Head):
         return torch.stack([*answers, last], dim=1) if self.training else last
 
     def answer(self, tokens: Annotated[Tensor, "batch tokens dim"]) -> Logits:
-        """Logits of every pixel by the queries and patches as they are."""
+        """Return the logits of every pixel from the current queries and patches."""
         tokens, count = self.norm(tokens), len(self.queries)
         pixels = self.upscale(self.maps(tokens[:, count:]))
         logits = torch.einsum("bkd,bdhw->bkhw", self.mlp(tokens[:, :count]), pixels)
@@ -122,7 +123,8 @@ class QueryHead(Head):
 
 
 class _Double(nn.Sequential):
-    """A map at twice its resolution, as the paper's ScaleBlock, but for a norm without groups."""
+    """Doubles the resolution of a map, as the paper's ScaleBlock, but with a norm without
+    groups."""
 
     def __init__(self, dim: int) -> None:
         grown = nn.ConvTranspose2d(dim, dim, 2, 2)

@@ -1,4 +1,4 @@
-"""What a test and a prediction leave: tables per class, pictures, and masks as files."""
+"""Callback that writes the results of tests and predictions: tables, pictures and masks."""
 
 import os
 from pathlib import Path
@@ -16,21 +16,21 @@ from attnkit.lightning.console import in_picture
 from attnkit.lightning.files import replacing
 from attnkit.tasks.segmentation.sets import IGNORED
 
-_HIGH = 160  # pixels of a row of examples, at least
+_HIGH = 160  # minimum height in pixels of a row of examples
 _LINE = 14
 
 
 class SegmentationReport(ClassReport):
-    """What `ClassReport` writes, with the IoU of each class, and pictures.
+    """Writes the tables of `ClassReport`, with the IoU of each class, and pictures.
 
-    A test leaves `examples.png`: images, truth and prediction side by side. A prediction leaves
-    `masks/<path>.png`, the number of each pixel's class as an indexed PNG with a palette, and
+    A test writes `examples.png`: images, truth and prediction side by side. A prediction writes
+    `masks/<path>.png`, the class number of each pixel as an indexed PNG with a palette, and
     `overlays/<path>.png`, these colours over the picture.
 
     Args:
-        folder: created if it does not exist.
-        num_examples: the first images of the test that are drawn; 0: none.
-        opacity: of the colours of an overlay, from 0 to 1.
+        folder: the folder of the files; it is created if it does not exist.
+        num_examples: how many images of the test, from the first, are drawn; 0: none.
+        opacity: opacity of the colours of an overlay, from 0 to 1.
     """
 
     def __init__(self, folder: str | Path, *, num_examples: int = 8, opacity: float = 0.5) -> None:
@@ -70,7 +70,7 @@ class SegmentationReport(ClassReport):
         root: Path = trainer.datamodule.images  # type: ignore[attr-defined]
         root = root if root.is_dir() else root.parent
         for image, path, classes in zip(*batch, predicted, strict=True):
-            # the suffix stays, as a.jpg and a.png may lie in one folder
+            # the suffix is kept, as a.jpg and a.png may be in one folder
             place = f"{os.path.relpath(path, root)}.png"
             for folder, picture in (
                 ("masks", as_indexed(classes)),
@@ -82,7 +82,8 @@ class SegmentationReport(ClassReport):
 
 
 def palette() -> np.ndarray:
-    """256 colours, uint8 [256, 3]: those of PASCAL VOC, whose last, of ignored pixels, is white."""
+    """Return 256 colours, uint8 [256, 3]: those of PASCAL VOC, but white for ignored pixels
+    (255)."""
     numbers, colours = np.arange(256), np.zeros((256, 3), dtype=np.uint8)
     for bit in range(8):
         for channel in range(3):
@@ -93,14 +94,14 @@ def palette() -> np.ndarray:
 
 
 def as_indexed(classes: Tensor) -> Image.Image:
-    """A PNG's pixels of class numbers [height, width], with the palette."""
+    """Return class numbers [height, width] as an indexed image with the palette."""
     picture = Image.fromarray(classes.byte().cpu().numpy())
     picture.putpalette(palette().tobytes())
     return picture
 
 
 def in_colours(classes: Tensor) -> np.ndarray:
-    """uint8 [height, width, 3] of class numbers [height, width]."""
+    """Return the colours of class numbers [height, width], uint8 [height, width, 3]."""
     return palette()[classes.cpu().numpy()]
 
 
@@ -111,7 +112,7 @@ def _overlay(image: Tensor, classes: Tensor, opacity: float) -> Image.Image:
 
 
 def _together(rows: list[np.ndarray], names: list[str]) -> Image.Image:
-    """Rows of pictures below each other, and the colours of the classes beneath."""
+    """Arrange rows of pictures below each other, with a legend of the classes at the end."""
     pictures = [Image.fromarray(row) for row in rows]
     grown = [p.resize((f * p.width, f * p.height), Image.Resampling.NEAREST)
              for p in pictures for f in [max(1, -(-_HIGH // p.height))]]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The default data: scenes drawn from a seed with the class of each pixel, without a network."""
+"""The default data of segmentation: scenes drawn from a seed, without a download."""
 
 from collections.abc import Mapping
 from random import Random
@@ -17,15 +17,15 @@ from attnkit.tasks.segmentation.sets import MaskedImages
 
 
 class SceneMasksData(SegmentationDataModule):
-    """Scenes of two things, as those of the captions (see `ScenesData`): which of 7 shapes, or
-    whether a handwritten digit, is seen at each pixel, else the background. 9 classes.
+    """Scenes of two things, drawn as in `ScenesData`, with a class for each pixel.
 
-    Things have 8 colours, 2 sizes and 4 textures, and one may lie inside the other. The digits are
-    scikit-learn's; each of them is in one split only. Of the seed alone depend the scenes.
+    The 9 classes are 7 shapes, handwritten digits and the background. Things have 8 colours, 2
+    sizes and 4 textures, and one may lie inside the other. The digits are scikit-learn's; each of
+    them is in one split only. The scenes depend on the seed alone.
 
     Args:
-        num_train, num_val, num_test: scenes of each split.
-        image_size: side in pixels, at least 24; None: the module's in the trainer, or 48.
+        num_train, num_val, num_test: number of scenes of each split.
+        image_size: side in pixels, at least 24; None: that of the module in the trainer, or 48.
         **options: `batch_size`, `num_workers` and `seed`.
     """
 
@@ -53,7 +53,7 @@ class SceneMasksData(SegmentationDataModule):
         return sets, ["background", *SHAPES, "digit"]
 
     def describe(self) -> dict[str, Any]:
-        """As `SegmentationDataModule.describe`; 8 patches a side suffice where they are whole."""
+        """Describe the data as the base class does; use 8 patches a side if they are whole."""
         found = super().describe()
         side, _ = sides(found["image_size"])
         return {**found, "patch_size": side // 8 if side % 8 == 0 else found["patch_size"]}
@@ -62,7 +62,7 @@ class SceneMasksData(SegmentationDataModule):
 def draw_scenes(
     split: str, count: int, side: int, digits: dict[str, np.ndarray], seed: int
 ) -> MaskedImages:
-    """`count` scenes of a split: the seed and the split's name decide all of them."""
+    """Return `count` scenes, which depend only on the seed and the name of the split."""
     random = Random(f"{seed} {split}")
     images = torch.empty((count, 3, side, side), dtype=torch.uint8)
     masks = torch.zeros((count, side, side), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A network of segmentation: a Vision Transformer and a head that reads its tokens."""
+"""Segmentation network: a Vision Transformer and a head that reads its tokens."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -12,23 +12,24 @@ from attnkit.tasks.images.sizes import Size, sides
 
 
 class Segmenter(nn.Module):
-    """Logits of every pixel: `head(features(images))`.
+    """Segmentation network that computes the logits of every pixel: `head(features(images))`.
 
-    The features are the tokens after some blocks of the backbone, which the head chooses. The
-    backbone's own classifier is left out, and a Vision Transformer of timm becomes attnkit's, with
-    equal outputs. All that is called `head` counts as the head in fine-tuning.
+    The features are the tokens after the blocks of the backbone that the head chooses. The
+    classifier of the backbone is left out, and a Vision Transformer of timm is converted to
+    attnkit's, with equal outputs. Fine-tuning treats everything named `head` as the head.
 
     Args:
-        backbone: called with `image_size`, `in_channels` and `num_classes=0`, and if it is a `ViT`
-            with `patch_size`: gives a `ViT` or a network of timm.
-        decoder: called with the backbone and with `num_classes`: gives the head, as `LinearHead`.
+        backbone: constructor of a `ViT` or a network of timm, called with `image_size`,
+            `in_channels` and `num_classes=0`, and if it is a `ViT` with `patch_size`.
+        decoder: constructor of the head, such as `LinearHead`, called with the backbone and
+            `num_classes`.
         image_size: side in pixels, or [height, width].
-        in_channels: of the images.
-        num_classes: how many logits a pixel has.
-        patch_size: of a `ViT`; None: its own, as that of a network of timm always is.
+        in_channels: number of channels of the images.
+        num_classes: number of logits of a pixel.
+        patch_size: patch side of a `ViT`; None: its default. A network of timm has its own.
 
     Raises:
-        ValueError: a backbone whose features are no tokens of a Vision Transformer.
+        ValueError: the backbone is not a Vision Transformer.
     """
 
     def __init__(
@@ -56,19 +57,19 @@ class Segmenter(nn.Module):
             ) from error
         except ValueError as error:
             raise ValueError(f"backbone: {error}") from error
-        found.native = False  # the head is of one size
+        found.native = False  # the head takes one image size
         self.backbone: Any = found
         self.head: Any = decoder(found, num_classes=num_classes)
 
     def forward(self, images: Images) -> Annotated[Tensor, "batch classes height width"]:
-        """Logits of every pixel; of a head with several answers in training, those of each, with
-        one more dimension behind the batch."""
+        """Return the logits of every pixel. If the head has several answers in training, the result
+        has one more dimension after the batch."""
         return self.head(self.features(images))
 
     def features(self, images: Images) -> Annotated[Tensor, "batch layers tokens dim"]:
-        """The tokens that the head reads."""
+        """Return the tokens that the head reads."""
         return torch.stack(self.backbone.layers(images, self.head.layers), dim=1)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters an optimizer should not shrink."""
+        """Return the names of the parameters without weight decay."""
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()} | {"head.queries"}

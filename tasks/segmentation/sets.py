@@ -1,4 +1,4 @@
-"""Sets of pictures with a class for every pixel."""
+"""Data sets of pictures with masks, and their random changes."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -14,18 +14,18 @@ from attnkit.tasks.images.decode import keys_of
 from attnkit.tasks.images.sizes import Size, sides
 from attnkit.tasks.loaders import BatchItems
 
-IGNORED = 255  # of a mask: the pixel counts in no loss and no metric
+IGNORED = 255  # mask value of a pixel that counts in no loss and no metric
 MOST_CLASSES = 255
-_LOOKED_AT = 1000  # pictures that mean, deviation and classes are counted in
+_LOOKED_AT = 1000  # number of pictures that statistics are computed from
 Change = Callable[[Any, Any], Any]
 
 
 class MaskedImages(BatchItems):
-    """Pictures held in memory, with the class of each pixel.
+    """Pictures in memory, with the class of each pixel.
 
     Args:
         images: uint8 [images, channels, height, width].
-        masks: uint8 [images, height, width], numbers of classes, 255 where a pixel does not count.
+        masks: uint8 [images, height, width], class numbers, 255 where a pixel does not count.
     """
 
     reads_files = False
@@ -58,23 +58,24 @@ class MaskedImages(BatchItems):
         return self.pair(0)[0].shape[0]
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
-        """A picture, uint8 [channels, height, width], and its mask, uint8 [height, width]."""
+        """Return a picture, uint8 [channels, height, width], and its mask, uint8 [height,
+        width]."""
         row = self.rows[number]
         return self.images[row], self.masks[row]
 
     def select(self, rows: Tensor) -> Any:
-        """The part of the set with these numbers; it shares the pixels."""
+        """Return the part of the set with these indices; it shares the pixels."""
         part = copy(self)
         part.rows = self.rows[rows]
         return part
 
     def keys(self) -> Tensor:
-        """Of each picture a number, int64 [images], the same for equal ones."""
+        """Return a key per picture, int64 [images], equal for equal pictures."""
         return keys_of(self.pair(number)[0].numpy().tobytes() for number in range(len(self)))
 
     def statistics(self, num_classes: int) -> tuple[list[float], list[float], Tensor]:
-        """Mean and deviation of the pixels from 0 to 1, per channel, and how many there are of each
-        class, of up to a thousand pictures."""
+        """Return mean and deviation of the pixels, scaled to [0, 1], per channel, and the number of
+        pixels of each class, of up to a thousand pictures."""
         sums, counts, total = torch.zeros(2, self.channels).double(), torch.zeros(256), 0
         for number in range(0, len(self), -(-len(self) // _LOOKED_AT)):
             image, mask = self.pair(number)
@@ -88,16 +89,16 @@ class MaskedImages(BatchItems):
 
 
 class Pairs(BatchItems):
-    """What a loader fetches: batches of changed pictures with their masks.
+    """Data set of a loader: batches of transformed pictures with their masks.
 
     A batch is uint8 images [batch, channels, height, width] and masks [batch, height, width], or
-    lists of both where sizes differ.
+    lists of both if sizes differ.
 
     Args:
         pairs: the set.
-        change: of picture and mask together, such as a transform of torchvision's v2; None: none.
-        seed: of what a change draws, which depends besides on the epoch and the place in it alone,
-            for the triples (epoch, place, number) of a `PlacedSampler`.
+        change: transform of picture and mask together, such as one of torchvision's v2, or None.
+        seed: seed of random changes, which depend besides only on the epoch and the place in it, if
+            a `PlacedSampler` gives triples (epoch, place, index).
     """
 
     def __init__(self, pairs: MaskedImages, change: Change | None, seed: int = 0) -> None:
@@ -128,7 +129,7 @@ class Pairs(BatchItems):
 
 
 def resized(size: Size, interpolation: str = "bicubic") -> v2.Transform:
-    """Pictures and masks at one size; masks by the nearest pixel."""
+    """Return a transform to one size; masks are resized by the nearest pixel."""
     return v2.Resize(sides(size), InterpolationMode(interpolation), antialias=True)
 
 
@@ -141,7 +142,7 @@ def augmented(
     horizontal_flip: float,
     color_jitter: float,
 ) -> v2.Transform:
-    """A random change of a picture and its mask to a size, as `SegmentationDataModule` says."""
+    """Return the random transform of training; see `SegmentationDataModule` for the arguments."""
     high, wide = sides(size)
     steps: list[Any] = []
     if windows:

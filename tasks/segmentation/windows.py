@@ -1,4 +1,4 @@
-"""Windows that slide over images larger than a model takes."""
+"""Sliding windows over images larger than a model takes."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -13,20 +13,21 @@ def slide(
     window: tuple[int, int],
     overlap: float = 0.25,
 ) -> Annotated[Tensor, "batch classes height width"]:
-    """The mean of a model's logits over all windows that see a pixel.
+    """Return the mean of a model's logits over all windows that contain a pixel.
 
-    Windows lie evenly, so that they overlap by at least the given share of their sides and the last
-    ends at the edge. An image smaller than the window is continued with its last row and column.
+    Windows are spaced evenly, so that they overlap by at least the given share of their sides and
+    the last one ends at the edge. An image smaller than the window is padded with its last row and
+    column.
 
     Args:
-        model: from images of the window's size to logits of every pixel.
-        images: of one size.
-        window: height and width in pixels.
-        overlap: from 0 to below 1.
+        model: maps images of the window's size to logits of every pixel.
+        images: images of one size.
+        window: height and width of a window in pixels.
+        overlap: share of a window's sides, from 0 to below 1.
     """
     height, width = images.shape[-2:]
     below, beside = max(0, window[0] - height), max(0, window[1] - width)
-    if below or beside:  # only floats can be continued
+    if below or beside:  # replication padding needs floats
         grown = functional.pad(images.float(), (0, beside, 0, below), mode="replicate")
         images = grown.to(images.dtype)
     tops, lefts = (
@@ -47,6 +48,6 @@ def slide(
 
 
 def _starts(size: int, side: int, overlap: float) -> list[int]:
-    """Where the windows of a side begin, evenly, from the first pixel to the last."""
+    """Return the first pixels of evenly spaced windows along a side."""
     steps = -(-(size - side) // max(1, int(side * (1 - overlap))))
     return [round(n * (size - side) / max(1, steps)) for n in range(steps + 1)]
