@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from attnkit.core.arguments import tensors_only
 from attnkit.core.check import check_inputs
 from attnkit.core.hidden import HIDING, attend_without_hidden
-from attnkit.core.kernels.base import name_what_has_a_second_derivative
+from attnkit.core.kernels.base import explain_missing_second_derivative
 from attnkit.core.kernels.choose import choose_backend
-from attnkit.core.kernels.sdpa import is_torchs_own
+from attnkit.core.kernels.sdpa import is_plain_flash
 from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
@@ -100,11 +100,11 @@ def attend(
         and isinstance(query, Tensor)
         and isinstance(key, Tensor)
         and isinstance(value, Tensor)
-        and is_torchs_own(query, key, value)
+        and is_plain_flash(query, key, value)
         and not EXACT.variable.get()
     ):
         output = F.scaled_dot_product_attention(query, key, value)
-        name_what_has_a_second_derivative(output, "flash")
+        explain_missing_second_derivative(output, "flash")
         return output
     tensors_only(query=query, key=key, value=value)
     is_batched = not query.ndim == key.ndim == value.ndim == 3

@@ -9,7 +9,7 @@ from attnkit.core.arguments import floating
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.check import check_inputs
 from attnkit.core.kernels.record import note_kernel
-from attnkit.core.listeners import LISTENERS, Seen, tell, unheard
+from attnkit.core.listeners import LISTENERS, Seen, notify, without_listeners
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers import Softmax
 from attnkit.core.operators.precision import EXACT
@@ -85,11 +85,11 @@ def _attended(
     block: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> Tensor:
     if not torch.compiler.is_compiling() and LISTENERS.get():
-        with unheard() as listeners:
+        with without_listeners() as listeners:
             output = _averaged(block, query, key, value, bias)
             score: Any = block.score
             inputs = check_inputs(query, key, value, score=score, bias=bias)
-            tell(listeners, Seen("attend", inputs, output, module=block))
+            notify(listeners, Seen("attend", inputs, output, module=block))
     else:
         output = _averaged(block, query, key, value, bias)
     return block.out_proj(output.transpose(1, 2).flatten(2))

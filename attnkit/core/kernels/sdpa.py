@@ -30,10 +30,10 @@ from attnkit.core.kernels.base import (
     dot_product_reasons,
     dropout_reasons,
     empty_reasons,
+    explain_missing_second_derivative,
     first_channels,
     functorch_reasons,
     multiple_of_8,
-    name_what_has_a_second_derivative,
     refuse_second_derivative,
     sink_gradient,
     wants_more_than_gradient,
@@ -129,7 +129,7 @@ class Sdpa(Backend):
                 enable_gqa=grouped,
             )
         if self.kernel != SDPBackend.MATH:
-            name_what_has_a_second_derivative(output, self.name)
+            explain_missing_second_derivative(output, self.name)
         output = first_channels(output, inputs.value.shape[3])
         return output if alive is None else output.masked_fill(~alive, 0.0)
 
@@ -243,7 +243,7 @@ class _FlashWithSink(torch.autograd.Function):
         return *found, sink_gradient(sink, rows, (output, gradient)), None, None, None
 
 
-def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def is_plain_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's function, called with nothing but these, is what `Flash` would compute, and
     "auto" takes that.
 
