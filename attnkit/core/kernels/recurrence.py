@@ -64,7 +64,7 @@ def segment_size(tensor: Tensor, chunk_size: int) -> int:
 
 
 def size_of_chunk(most: int, tokens: int) -> int:
-    """Return the tokens of a chunk; all tokens if an exported program does not know their number."""
+    """Return the tokens of a chunk; all, if an exported program does not know their number."""
     return min(most, tokens) if are_known(tokens) else tokens
 
 
