@@ -100,9 +100,8 @@ class LinearKernel(Backend):
 
 
 def _alignment(inputs: Inputs) -> tuple[int, int, int]:
-    """Return the number of queries that see nothing, the number of keys that all other queries see,
-    and the number of queries that then see one more key each. Later queries see as much as the last
-    of these."""
+    """Return three numbers: of queries that see nothing, of keys that all other queries see, and of
+    queries that then see one key more each. Later queries see as much as the last of these."""
     if inputs.mask is None:
         return 0, inputs.num_keys, 0
     _, last = inputs.mask.band(inputs.num_queries, inputs.num_keys)
