@@ -40,9 +40,7 @@ PAYS = 2**24  # least queries × keys
 MOST = 0.5  # largest share of queries × keys to compute, by the plan
 BLOCK = 128  # queries, and keys, of a block
 LISTED = 128  # least width of the lists of blocks of a row
-BLOCKS_AT_ONCE = (
-    256  # blocks, of 2²² pairs of query and key, at which the mask is evaluated together
-)
+BLOCKS_AT_ONCE = 256  # blocks, or 2²² queries × keys, at which the mask is evaluated together
 READ = 2**28  # queries × keys; with fewer, evaluating all is faster than waiting for a GPU
 
 
