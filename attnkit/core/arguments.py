@@ -11,31 +11,32 @@ from torch import Tensor
 
 
 def in_a_line(given: object) -> str:
-    """What was given, in one line: of a tensor its type and shape."""
+    """Return the repr of an argument in one line; for a tensor its shape and dtype."""
     if isinstance(given, Tensor):
         return f"a tensor {list(given.shape)} of {given.dtype}"
     return " ".join(repr(given).split())
 
 
 def at_least(least: float, **arguments: float | None) -> None:
-    """ValueError unless each is a finite number of at least `least`; None is not checked."""
+    """Raise ValueError unless each is a finite number ≥ `least`; None is not checked."""
     for name, value in arguments.items():
         if value is not None and not least <= value < float("inf"):
             raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
 def positive(**arguments: object) -> None:
-    """Each number is positive and finite; a tensor is not read, since that waits for its device."""
+    """Raise ValueError unless each number is positive and finite; tensors are not checked, since
+    reading them waits for the device."""
     for name, value in arguments.items():
         if isinstance(value, int | float) and not 0 < value < float("inf"):
             raise ValueError(f"{name}: expected a positive number, got {value}")
 
 
 def as_number(name: str, given: Any) -> float:
-    """A number of Python, NumPy or torch as Python's.
+    """Return a number of Python, NumPy or torch as a float.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a number.
     """
     try:
         if not isinstance(given, str | bytes):
@@ -46,28 +47,28 @@ def as_number(name: str, given: Any) -> float:
 
 
 def odd(**arguments: int) -> None:
-    """Each is a positive odd number."""
+    """Raise ValueError unless each is a positive odd number."""
     for name, value in arguments.items():
         if value < 1 or value % 2 == 0:
             raise ValueError(f"{name}: expected an odd number, got {value}")
 
 
 def share(**arguments: float) -> None:
-    """Each is a number in [0, 1)."""
+    """Raise ValueError unless each is a number in [0, 1)."""
     for name, value in arguments.items():
         if not 0.0 <= value < 1.0:
             raise ValueError(f"{name}: expected 0 <= {name} < 1, got {value}")
 
 
 def up_to_1(**arguments: float | None) -> None:
-    """Each is a number in [0, 1]; None is not checked."""
+    """Raise ValueError unless each is a number in [0, 1]; None is not checked."""
     for name, value in arguments.items():
         if value is not None and not 0.0 <= value <= 1.0:
             raise ValueError(f"{name}: expected 0 <= {name} <= 1, got {value}")
 
 
 def held_out(**fractions: float) -> None:
-    """Each fraction takes something, and all together leave something."""
+    """Raise ValueError unless each fraction is above 0 and their sum is below 1."""
     given = list(fractions.values())
     if not (min(given) > 0 and sum(given) < 1):
         raise ValueError(
@@ -77,7 +78,7 @@ def held_out(**fractions: float) -> None:
 
 
 def choice(choices: Iterable[object], **arguments: object) -> None:
-    """Each is one of the choices."""
+    """Raise ValueError unless each is one of the choices."""
     *others, last = choices
     for name, value in arguments.items():
         if value not in (*others, last):
@@ -86,10 +87,10 @@ def choice(choices: Iterable[object], **arguments: object) -> None:
 
 
 def existing(name: str, given: str | Path | None, *, folder: bool) -> Path:
-    """The file or folder that an argument names, as an absolute path.
+    """Return the file or folder that an argument names, as an absolute path.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it does not exist.
     """
     kind = "folder" if folder else "file"
     if given is None:
@@ -101,7 +102,7 @@ def existing(name: str, given: str | Path | None, *, folder: bool) -> Path:
 
 
 def whole(size: Any) -> int | None:
-    """An integer of Python, NumPy or torch as Python's; None for what is none."""
+    """Return an integer of Python, NumPy or torch as an int; None for any other object."""
     if isinstance(size, int):
         return size
     try:
@@ -111,7 +112,7 @@ def whole(size: Any) -> int | None:
 
 
 def as_tensor(name: str, given: Any) -> Tensor:
-    """A tensor, from a list, a tuple or an array too.
+    """Return a tensor, also from a list, a tuple or an array.
 
     Raises:
         TypeError: it is something else.
@@ -122,20 +123,20 @@ def as_tensor(name: str, given: Any) -> Tensor:
     if not is_text and (isinstance(given, Sequence) or hasattr(given, "__array__")):
         with suppress(TypeError, ValueError, RuntimeError):
             tensor = torch.as_tensor(given)
-            # a list without numbers is none of floats
+            # torch makes an empty list a float tensor; integers are meant
             return tensor if tensor.numel() or hasattr(given, "__array__") else tensor.long()
     raise TypeError(f"{name}: expected a tensor or a list of numbers, got {in_a_line(given)}")
 
 
 def tensors_only(**arguments: object) -> None:
-    """TypeError where one is no tensor."""
+    """Raise TypeError if an argument is not a tensor."""
     for name, given in arguments.items():
         if not isinstance(given, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
 
 
 def not_nested(**tensors: object) -> None:
-    """TypeError where a tensor is nested; only attention without any option takes those."""
+    """Raise TypeError if a tensor is nested; only attention without options supports these."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.is_nested:
             raise TypeError(
@@ -146,7 +147,7 @@ def not_nested(**tensors: object) -> None:
 
 
 def floating(name: str, tensor: object, query: Tensor) -> None:
-    """It is a floating-point tensor where the query is."""
+    """Raise TypeError or ValueError unless it is a floating-point tensor on the query's device."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name}: expected a floating-point tensor, got {given}")
@@ -155,14 +156,14 @@ def floating(name: str, tensor: object, query: Tensor) -> None:
 
 
 def divides(divisor_name: str, divisor: int, **totals: int) -> None:
-    """ValueError unless the divisor is at least 1 and divides the total."""
+    """Raise ValueError unless the divisor is at least 1 and divides the totals."""
     for name, total in totals.items():
         if divisor < 1 or total % divisor:
             raise ValueError(f"{divisor_name}: {divisor} does not divide {name} {total}")
 
 
 def pair(name: str, size: object) -> tuple[int, int]:
-    """Height and width from a positive integer, which is both, or two."""
+    """Return height and width, given as one positive integer for both or as two."""
     sides: Any = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
         raise ValueError(f"{name}: expected a positive integer or two, got {size!r}")

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from attnkit.core.arguments import tensors_only
 from attnkit.core.check import check_inputs
 from attnkit.core.hidden import HIDING, attend_without_hidden
-from attnkit.core.kernels.base import name_what_has_a_second_derivative
+from attnkit.core.kernels.base import explain_missing_second_derivative
 from attnkit.core.kernels.choose import choose_backend
-from attnkit.core.kernels.sdpa import is_torchs_own
+from attnkit.core.kernels.sdpa import is_plain_flash
 from attnkit.core.listeners import LISTENERS, watched
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures
@@ -38,15 +38,16 @@ def attend(
     sink: Annotated[Tensor, "heads"] | None = None,
     backend: str = "auto",
 ) -> Annotated[Tensor, "*batch heads queries value_dim"]:
-    """Attention: for each query, the average of the values, weighted by how well their keys match.
+    """Compute attention: for each query, the average of the values, weighted by how well their keys
+    match.
 
         output_i = Σ_j softmax_j(score(query_i, key_j) + bias_ij) · value_j
 
-    over the keys j that the mask allows, or with another normalizer than softmax. A query that may
-    look nowhere gets exactly 0, and so do its gradients.
+    The sum goes over the keys j that the mask allows; `normalizer` may replace the softmax. A query
+    that may look nowhere gets exactly 0, and so do its gradients.
 
     Args:
-        query, key, value: the batch may be left out of all three. kv_heads divides heads
+        query, key, value: all three may lack the batch dimension. kv_heads divides heads
             (grouped-query attention: query head h reads key/value head h // (heads // kv_heads)).
         score: how well a query matches a key: a score of `attnkit.scores`, `General(weight)`,
             `Cosine(temperature)`, `Gaussian(bandwidth)`, `Additive(vector)`, any of them with a
@@ -56,29 +57,30 @@ def attend(
             `Blocks`, `Edges`, `Dense`, a combination of these by `&`, `|` and `~`, or a boolean
             tensor. None: everywhere.
         bias: added to the scores. `ALiBi`, `RelativeBias1d` and `RelativeBias2d` make such tensors.
-        normalizer: how scores become weights: "softmax"; "hard", one key, drawn or the best
-            (`Hard(estimator)`); "linear", φ(q)·φ(k) over its sum (`Linear(feature_map)`); or
-            `DeltaRule(beta)`, fast weights.
+        normalizer: how scores become weights: "softmax"; "hard", all weight on one key, drawn at
+            random or the best (`Hard(estimator)`); "linear", φ(q)·φ(k) divided by its sum
+            (`Linear(feature_map)`); or `DeltaRule(beta)`, fast weights.
         edge_features: what the edges of a graph add to keys and values; only with `Edges`.
         scale: the factor of "scaled_dot"; 1/√head_dim if None.
         dropout_p: the share of weights zeroed, the rest scaled by 1/(1 − dropout_p). Applied
             whenever it is not 0; modules pass 0 in evaluation.
         sink: a logit s for each query head, which takes weight and has no value (the learned sinks
             of gpt-oss, OpenAI 2025): weight_ij = e^score_ij / (e^s + Σ_j e^score_ij). Only with
-            softmax; −∞ is none.
-        backend: "auto" takes the first kernel that can compute this and is worthwhile, but none
-            that `attnkit doctor` found wrong on this machine, and a faster one if it measured so;
-            "edges_triton", "edges_numba", "edges", "varlen", "block_sparse", "flex", "flash",
-            "cudnn", "efficient", "linear", "delta_rule", "blockwise", "hard", "math" or
-            "reference" forces one, whatever was found. `attnkit.explain_backends` tells which can,
-            and why the others cannot.
+            softmax; −∞ disables it.
+        backend: "auto" takes the first kernel that supports these arguments and is worthwhile at
+            these sizes; it skips kernels that `attnkit doctor` found wrong on this machine, and
+            takes a faster one if doctor measured it. "edges_triton", "edges_numba", "edges",
+            "varlen", "block_sparse", "flex", "flash", "cudnn", "efficient", "linear", "delta_rule",
+            "blockwise", "hard", "math" or "reference" forces that kernel, whatever doctor found.
+            `attnkit.explain_backends` lists the kernels that can compute an attention, and why the
+            others cannot.
 
     Returns:
-        The averages, in the dtype of the inputs (under autocast, in that of autocast).
+        The averages, in the dtype of the inputs (under autocast, in autocast's dtype).
 
     Raises:
-        ValueError, TypeError: an argument has a wrong value, shape or type, or is not served.
-        UnsupportedError: the backend that was forced cannot serve this; every reason is given.
+        ValueError, TypeError: an argument has a wrong value, shape or type, or is not supported.
+        UnsupportedError: the forced backend cannot compute this; the message gives every reason.
     """
     if not torch.compiler.is_compiling() and (HIDING.variable.get() or LISTENERS.variable.get()):
         if HIDING.get():
@@ -98,11 +100,11 @@ def attend(
         and isinstance(query, Tensor)
         and isinstance(key, Tensor)
         and isinstance(value, Tensor)
-        and is_torchs_own(query, key, value)
+        and is_plain_flash(query, key, value)
         and not EXACT.variable.get()
     ):
         output = F.scaled_dot_product_attention(query, key, value)
-        name_what_has_a_second_derivative(output, "flash")
+        explain_missing_second_derivative(output, "flash")
         return output
     tensors_only(query=query, key=key, value=value)
     is_batched = not query.ndim == key.ndim == value.ndim == 3

@@ -1,4 +1,4 @@
-"""Keys and values of the past, kept for decoding one step at a time."""
+"""A cache of the keys and values of past tokens, for decoding one step at a time."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """Keys and values [batch, kv_heads, tokens, head_dim] of the tokens so far.
+    """A cache of the keys and values [batch, kv_heads, tokens, head_dim] of the tokens so far.
 
     Memory for `max_tokens` is allocated once. Each step appends its tokens and reads all of them,
     so that decoding n tokens computes n rows of attention, not 1 + … + n.
@@ -16,7 +16,7 @@ class KeyValueCache:
     Writing is in place, which autograd cannot follow: decode under `torch.no_grad()`.
 
     Args:
-        batch, num_heads, max_tokens: sizes; `num_heads` are those of the keys.
+        batch, num_heads, max_tokens: sizes; `num_heads` is the number of key/value heads.
         head_dim: channels of a key.
         value_dim: channels of a value; None: `head_dim`.
     """
@@ -45,7 +45,7 @@ class KeyValueCache:
         key: Annotated[Tensor, "batch kv_heads tokens head_dim"],
         value: Annotated[Tensor, "batch kv_heads tokens value_dim"],
     ) -> "KeyValueCache":
-        """A cache that is full: a memory, such as an encoder's output, that every step reads."""
+        """Make a full cache: a memory, such as an encoder's output, that every step reads."""
         cache = cls.__new__(cls)
         cache._key, cache._value, cache.num_tokens = key, value, key.shape[2]
         return cache
@@ -62,7 +62,7 @@ class KeyValueCache:
 
     @property
     def max_tokens(self) -> int:
-        """How many tokens there is memory for."""
+        """The number of tokens that there is memory for."""
         return self._key.shape[2]
 
     def append(
@@ -70,10 +70,11 @@ class KeyValueCache:
         key: Annotated[Tensor, "batch kv_heads tokens head_dim"],
         value: Annotated[Tensor, "batch kv_heads tokens value_dim"],
     ) -> None:
-        """Write the tokens of a step behind those before.
+        """Append the tokens of a step.
 
         Raises:
-            ValueError: they do not fit, or autograd would have to follow.
+            ValueError: a shape or dtype does not fit, the cache is full, or a tensor requires a
+                gradient.
         """
         self.write(key, value)
         self.num_tokens += key.shape[2]
@@ -86,11 +87,11 @@ class KeyValueCache:
         Annotated[Tensor, "batch kv_heads tokens head_dim"],
         Annotated[Tensor, "batch kv_heads tokens value_dim"],
     ]:
-        """Like `append`, without counting the tokens: whoever computes with them adds them to
-        `num_tokens` at last, so that a call that raises leaves the cache as it was.
+        """Write the tokens of a step as `append` does, without counting them: the caller increases
+        `num_tokens` once it has computed, so that a call that raises leaves the cache unchanged.
 
         Returns:
-            The keys and values so far and these.
+            The keys and the values of all tokens, including the new ones.
         """
         num_new = key.shape[2]
         if self.num_tokens + num_new > self.max_tokens:
@@ -115,8 +116,8 @@ class KeyValueCache:
         return self._key[:, :, :num_tokens], self._value[:, :, :num_tokens]
 
     def select(self, items: Annotated[Tensor, "items", int]) -> "KeyValueCache":
-        """The cache of some batch items, in the order given, each as often as it is named: what
-        beam search needs when hypotheses survive."""
+        """Return the cache of the given batch items, in their order and with repeats, as beam
+        search needs it to continue hypotheses."""
         chosen = KeyValueCache.of(self._key[items], self._value[items])
         chosen.num_tokens = self.num_tokens
         return chosen

@@ -30,7 +30,11 @@ def check_inputs(
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
 ) -> Inputs:
-    """Check `attend`'s arguments against each other; ValueError or TypeError name the wrong one."""
+    """Check `attend`'s arguments against each other and return them as `Inputs`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it.
+    """
     tensors_only(query=query, key=key, value=value)
     dropout_p = as_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
@@ -55,7 +59,7 @@ def check_inputs(
         _check_layout("bias", bias)
         floating("bias", bias, query)
         check_broadcastable("bias", bias, (batch, num_heads, num_queries, num_keys))
-        # kernels without a gradient for the bias can serve it where none is asked
+        # kernels without a gradient for the bias can compute it if no gradient is needed
         bias = as_4d(bias if torch.is_grad_enabled() else bias.detach())
     inputs = Inputs(
         query,
@@ -80,7 +84,7 @@ def check_inputs(
 def _with_causal(
     mask: Mask | Tensor | None, bias: CausalBias, num_queries: int, num_keys: int
 ) -> Mask:
-    """The mask and what torch's `CausalBias` hides, which is a mask and not a bias."""
+    """Return the mask combined with the causal mask that torch's `CausalBias` stands for."""
     if (bias.seq_len_q, bias.seq_len_kv) != (num_queries, num_keys):
         raise ValueError(
             f"bias: the CausalBias has {bias.seq_len_q} queries and {bias.seq_len_kv} keys, "
@@ -92,7 +96,7 @@ def _with_causal(
 
 
 def _sink(sink: Tensor, query: Tensor, normalizer: Normalizer) -> Tensor:
-    """The sink as `Inputs` has it."""
+    """Check the sink and return it as `Inputs` holds it."""
     floating("sink", sink, query)
     if list(sink.shape) != [query.shape[1]]:
         raise ValueError(f"sink: expected [heads] = [{query.shape[1]}], got {list(sink.shape)}")
@@ -126,8 +130,8 @@ def _check_edge_features(features: EdgeFeatures, inputs: Inputs) -> None:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    # torch casts SDPA's inputs under autocast; doing it first lets every kernel, ours included,
-    # be chosen for the precision that will run. Like torch, leave float64 alone.
+    # torch casts SDPA's inputs under autocast. Casting them here lets every kernel be chosen for
+    # the precision in which it will run. Like torch, this leaves float64 alone.
     device_type = tensors[0].device.type
     if device_type in WITHOUT_AUTOCAST or not torch.is_autocast_enabled(device_type):
         return tensors
@@ -159,13 +163,14 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"but query is {query.dtype} on {query.device}"
             )
     batch, num_heads, _, _ = query.shape
-    *of_key, _ = key.shape
-    *of_value, _ = value.shape
-    if of_key != of_value:
+    *key_sizes, _ = key.shape
+    *value_sizes, _ = value.shape
+    if key_sizes != value_sizes:
         raise ValueError(
-            f"value: expected the batch, heads and tokens of key {of_key}, got {of_value}"
+            f"value: expected the batch, heads and tokens of key {key_sizes}, got {value_sizes}"
         )
-    if of_key[0] != batch:
-        raise ValueError(f"key: expected query's batch {batch}, got {of_key[0]}")
-    if num_heads != of_key[1] and (of_key[1] == 0 or num_heads % of_key[1]):
-        raise ValueError(f"key: its {of_key[1]} heads do not divide query's {num_heads} heads")
+    key_batch, kv_heads, _ = key_sizes
+    if key_batch != batch:
+        raise ValueError(f"key: expected query's batch {batch}, got {key_batch}")
+    if num_heads != kv_heads and (kv_heads == 0 or num_heads % kv_heads):
+        raise ValueError(f"key: its {kv_heads} heads do not divide query's {num_heads} heads")

@@ -1,9 +1,9 @@
-"""What a `with` block changes: for the code inside it alone, or, where it must be, for the process.
+"""The state that `with` blocks change, for the code inside them only or for the whole process.
 
-Lists and hooks of a process are seen by every thread and asyncio task. What a block opens is
-therefore kept in a context variable, which threads and tasks do not share. What only the whole
-process can have, such as a function that is replaced, is changed by the first block that needs it
-and changed back by the last, in whatever order blocks of several threads end.
+Global lists and hooks are visible to every thread and asyncio task. The items that a block opens
+are therefore kept in a context variable, which threads and tasks do not share. A change that can
+only be made for the whole process, such as replacing a function, is made by the first block that
+needs it and undone by the last, in whatever order the blocks of several threads end.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class _Block(Generic[Item]):
-    """A block that opened an item. A task that was started inside it may outlive it."""
+    """A block that opened an item; a task that was started inside may run on after its end."""
 
     def __init__(self, item: Item) -> None:
         self.item = item
@@ -37,8 +37,8 @@ class _Thread(local):
 class Opened(Generic[Item]):
     """The items that the blocks around the running code have opened.
 
-    Compiled code reads those of its thread and does not tell tasks apart: torch traces no context
-    variable before version 2.14, and does not set one (pytorch 186449).
+    Compiled code reads the items of its thread and does not distinguish tasks: before version 2.14
+    torch does not trace context variables, and it does not set them (pytorch 186449).
     """
 
     def __init__(self, name: str) -> None:
@@ -46,13 +46,13 @@ class Opened(Generic[Item]):
         self._thread = _Thread()
 
     def get(self) -> tuple[Item, ...]:
-        """The items, that of the innermost block last."""
+        """Return the items, that of the innermost block last."""
         blocks = self._get()
         return tuple([block.item for block in blocks if block.is_running]) if blocks else ()
 
     @contextmanager
     def opened(self, item: Item) -> Iterator[None]:
-        """In the block the item is one of them."""
+        """Add the item in the block."""
         block = _Block(item)
         self._set((*self._get(), block))
         try:
@@ -63,7 +63,7 @@ class Opened(Generic[Item]):
 
     @contextmanager
     def limited(self, stop: int) -> Iterator[tuple[Item, ...]]:
-        """In the block only the first are open, `[:stop]` of them; gives all that were."""
+        """Keep only the items `[:stop]` open in the block; yields all items that were open."""
         before = self._get()
         running = tuple([block for block in before if block.is_running])
         self._set(running[:stop])
@@ -88,7 +88,7 @@ _pauses: Counter[Hashable] = Counter()
 
 @contextmanager
 def shared(key: Hashable, change: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """In the block, and in others of the same key, the process is changed by `change()`, once."""
+    """Enter `change()` for the process in this block, once for all open blocks of the same key."""
     with _lock:
         if key in _changes:
             made, number = _changes[key]
@@ -111,7 +111,7 @@ def shared(key: Hashable, change: Callable[[], AbstractContextManager[Any]]) -> 
 
 @contextmanager
 def _paused(key: Hashable) -> Iterator[None]:
-    """In the block the process is as it was before `shared(key, …)` changed it, in all threads."""
+    """Undo the change of `shared(key, …)` in the block, for all threads."""
     with _lock:
         if key in _changes and not _pauses[key]:
             _changes[key][0].__exit__(None, None, None)
@@ -126,19 +126,19 @@ def _paused(key: Hashable) -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """In the block compiled modules run uncompiled, in all threads: torch has one stance."""
-    # no function of ours, which torch.compile would trace where it runs what it could not compile
+    """Run compiled modules uncompiled in the block, in all threads: torch has one stance."""
+    # not a function of ours, which torch.compile would trace after a graph break
     return shared("stance", partial(torch.compiler.set_stance, "force_eager"))
 
 
 @contextmanager
 def compiled() -> Iterator[None]:
-    """In the block compiled functions run compiled, also inside `uncompiled`: for programs of ours
-    that hold all scores in memory when they are not compiled.
+    """Run compiled functions compiled in the block, also inside `uncompiled`; for programs of ours
+    that would hold all scores in memory if they ran uncompiled.
 
-    Modes that see torch's functions are off: torch.compile would trace them, and where it cannot it
-    compiles nothing. While it lasts, compiled modules of other threads run compiled, too. A stance
-    that was set inside the block of `uncompiled` is "force_eager" afterwards.
+    Modes that handle torch's functions are off in the block, because torch.compile would trace
+    them, and compiles nothing if it cannot. Compiled modules of other threads also run compiled
+    meanwhile. A stance that was set inside the block of `uncompiled` is "force_eager" afterwards.
     """
     with _paused("stance"), ExitStack() as stack:
         while torch._C._len_torch_function_stack():
@@ -147,9 +147,13 @@ def compiled() -> Iterator[None]:
 
 
 def dispatch_flags_kept() -> AbstractContextManager[None]:
-    """Around a `TorchDispatchMode`: torch keeps for the process whether there is one, and each mode
-    puts back what it found. Of two threads the last would leave that there is one, and then
-    torch.compile compiles nothing any more."""
+    """Restore torch's flags of dispatch modes after the last block; to be opened around a
+    `TorchDispatchMode`.
+
+    torch keeps one flag for the process that says whether a mode is open, and each mode restores
+    the value it found. With two threads the last could leave the flag set, and torch.compile would
+    compile nothing any more.
+    """
     return shared("dispatch flags", _dispatch_flags_kept)
 
 
@@ -162,8 +166,8 @@ def _dispatch_flags_kept() -> Iterator[None]:
         yield
     finally:
         vars(_python_dispatch).update(flags)
-        told: Any = getattr(
+        set_flag: Any = getattr(
             _python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None
         )
-        if told is not None:
-            told(flags.get("_is_in_any_mode_without_ignore_compile_internals", False))
+        if set_flag is not None:
+            set_flag(flags.get("_is_in_any_mode_without_ignore_compile_internals", False))

@@ -1,4 +1,4 @@
-"""Hides tokens from all attention of any model."""
+"""Hides tokens from all attention of a model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from attnkit.core.running import functions_handled, interface_handled
 
 
 class HiddenKeys:
-    """Which keys are hidden, and of which attentions they were.
+    """The hidden keys, and counts of the attentions in which they were hidden.
 
     Attributes:
         hidden: True = no query may look there.
-        num_prefix_tokens, num_suffix_tokens: how many keys, never hidden, stand before and behind
-            these in most attentions.
-        masked: how many attentions of how many keys did not look there.
-        passed: how many attentions of how many keys ran as they are, as their keys are others.
+        num_prefix_tokens, num_suffix_tokens: numbers of keys that most attentions have before and
+            behind these; they are never hidden.
+        masked: for each number of keys, how many attentions did not look at the hidden keys.
+        passed: for each number of keys, how many attentions ran unchanged, having other keys.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HiddenKeys:
         self.passed: Counter[int] = Counter()
 
     def kept(self, batch: int, num_keys: int) -> Annotated[Tensor, "batch keys", bool] | None:
-        """Which keys may be looked at; None where the keys are others."""
+        """Count the call and return which keys may be looked at; None if they are other tokens."""
         around = self.num_prefix_tokens, self.num_suffix_tokens
         num_others = num_keys - self.hidden.shape[1]
         fits = len(self.hidden) == batch and num_others in (0, sum(around))
@@ -51,7 +51,7 @@ class HiddenKeys:
         return ~F.pad(self.hidden, around if num_others else (0, 0)) if fits else None
 
     def mask(self, mask: Mask | Tensor | None, query: Tensor, key: Tensor) -> Mask | Tensor | None:
-        """`attend`'s mask in which the hidden keys are masked like padding."""
+        """Return `attend`'s mask with the hidden keys masked like padding."""
         kept = self.kept(len(query) if query.ndim == 4 else 1, key.shape[-2])
         if kept is None:
             return mask
@@ -68,27 +68,27 @@ def hide_keys(
     num_prefix_tokens: int = 0,
     num_suffix_tokens: int = 0,
 ) -> Iterator[HiddenKeys]:
-    """In the block no attention looks at these tokens, as if they were padding.
+    """Hide these tokens in the block: no attention looks at them, as if they were padding.
 
         with hide_keys(hidden, num_prefix_tokens=1):
-            logits = vit(images)    # of the class token and the patches that are left
+            logits = vit(images)    # computed from the class token and the remaining patches
 
-    Reached are `attend`, of any caller `F.scaled_dot_product_attention` and
-    `F.multi_head_attention_forward`, and the eager attention of transformers' interface, each where
-    its keys are the tokens, or these with the prefix and the suffix, and its batch is theirs;
-    `passed` counts the others. Masks of the model's own
-    stay. A hidden token still has a row of its own, which the model may read after the last
-    attention, as the mean over all tokens does. Compiled modules run uncompiled in the block. Other
-    threads are not reached, but those that run in this context, as of `asyncio.to_thread`; torch's
-    functions there where a module calls them.
+    This reaches `attend`, any call of `F.scaled_dot_product_attention` and
+    `F.multi_head_attention_forward`, and the eager attention of transformers' interface, if the
+    keys are these tokens, alone or with the prefix and the suffix, and the batch is the same;
+    `passed` counts all other calls. The model's own masks stay in force. A hidden token still has
+    an output row, which the model may read after the last attention, as the mean over all tokens
+    does. Compiled modules run uncompiled in the block. Other threads are reached only if they run
+    in this context, as with `asyncio.to_thread`; there, torch's functions are reached if a module
+    calls them.
 
     Args:
         hidden: True = hidden from all attention.
-        num_prefix_tokens, num_suffix_tokens: class and register tokens before and behind them,
-            which stay.
+        num_prefix_tokens, num_suffix_tokens: numbers of class and register tokens before and behind
+            these tokens; they stay visible.
 
     Raises:
-        ValueError, TypeError: another shape or dtype.
+        ValueError, TypeError: `hidden` has another shape or dtype.
     """
     if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool:
         given = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
@@ -96,27 +96,27 @@ def hide_keys(
     if hidden.ndim != 2:
         raise ValueError(f"hidden: expected [batch, tokens], got {list(hidden.shape)}")
     hiding = HiddenKeys(hidden, num_prefix_tokens, num_suffix_tokens)
-    of_torch = _Hiding(hiding)
+    handler = _Hiding(hiding)
     with (
         HIDING.opened(hiding),
         uncompiled(),
-        functions_handled(of_torch),
-        interface_handled(of_torch.of_interface),
+        functions_handled(handler),
+        interface_handled(handler.call_interface),
     ):
         yield hiding
 
 
 def attend_without_hidden(attend: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-    """`attend(**given)` that does not look at the keys hidden last."""
-    with HIDING.limited(-1) as (*_, hiding):  # what a kernel calls is not masked again
+    """Compute `attend(**given)` with the keys masked that the innermost block hides."""
+    with HIDING.limited(-1) as (*_, hiding):  # calls inside a kernel are not masked again
         return attend(**given | {"mask": hiding.mask(given["mask"], given["query"], given["key"])})
 
 
-_OF_PRODUCT = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+_SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 
 
 class _Hiding:
-    """Hides keys of torch's attention, whoever calls it."""
+    """Handler that hides keys from the attention functions of torch and transformers."""
 
     def __init__(self, hiding: HiddenKeys) -> None:
         self.hiding = hiding
@@ -124,14 +124,14 @@ class _Hiding:
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.hiding in HIDING.get():
             if func is F.scaled_dot_product_attention:
-                given = dict(zip(_OF_PRODUCT, args, strict=False)) | kwargs
-                kwargs, args = given | self._of_product(given), ()
+                given = dict(zip(_SDPA_ARGUMENTS, args, strict=False)) | kwargs
+                kwargs, args = given | self._sdpa_mask(given), ()
             elif func is F.multi_head_attention_forward:
                 given = inspect.signature(func).bind(*args, **kwargs).arguments
-                kwargs, args = given | self._of_heads(given), ()
+                kwargs, args = given | self._multi_head_padding(given), ()
         return func(*args, **kwargs)
 
-    def of_interface(
+    def call_interface(
         self,
         name: str,
         function: Callable[..., tuple],
@@ -143,8 +143,8 @@ class _Hiding:
         *args: Any,
         **options: Any,
     ) -> tuple:
-        """Eager attention of transformers' interface, which adds its mask; "sdpa" calls torch's
-        function, and others have masks of their own kinds."""
+        """Call a function of transformers' interface, with the keys masked if it is "eager", which
+        adds its mask to the scores. "sdpa" calls torch's function; others have other masks."""
         takes_it = attention_mask is None or isinstance(attention_mask, Tensor)
         if name == "eager" and takes_it and self.hiding in HIDING.get():
             kept = self.hiding.kept(len(query), key.shape[2])
@@ -156,8 +156,8 @@ class _Hiding:
                 )
         return function(module, query, key, value, attention_mask, *args, **options)
 
-    def _of_product(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What changes in the arguments of `scaled_dot_product_attention`: its mask."""
+    def _sdpa_mask(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the changed mask arguments of `scaled_dot_product_attention`."""
         query, key, mask = given["query"], given["key"], given.get("attn_mask")
         is_ours = query.ndim in (3, 4) and not isinstance(mask, CausalBias)
         kept = self.hiding.kept(len(query) if is_ours else 0, key.shape[-2])
@@ -171,8 +171,8 @@ class _Hiding:
             return {"attn_mask": kept if mask is None else mask & kept}
         return {"attn_mask": mask.masked_fill(~kept, -torch.inf)}
 
-    def _of_heads(self, given: dict[str, Any]) -> dict[str, Tensor]:
-        """What changes in the arguments of `multi_head_attention_forward`: its padding."""
+    def _multi_head_padding(self, given: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the changed padding argument of `multi_head_attention_forward`."""
         key, padding, mask = (given.get(n) for n in ("key", "key_padding_mask", "attn_mask"))
         assert isinstance(key, Tensor)
         kept = self.hiding.kept(key.shape[1] if key.ndim == 3 else 1, len(key))
@@ -180,7 +180,7 @@ class _Hiding:
             return {}
         kept = (kept if key.ndim == 3 else kept[0]).to(key.device)
         if padding is None and mask is not None and mask.is_floating_point():
-            padding = torch.zeros_like(kept, dtype=mask.dtype)  # torch wants both of one kind
+            padding = torch.zeros_like(kept, dtype=mask.dtype)  # torch needs both in one dtype
         if padding is None:
             padding = ~kept
         elif padding.dtype == torch.bool:

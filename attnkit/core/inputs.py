@@ -1,4 +1,4 @@
-"""The checked inputs of one attention: what every kernel is given and decides upon."""
+"""The checked inputs of one attention, which every kernel is given."""
 
 from __future__ import annotations
 
@@ -23,37 +23,35 @@ from attnkit.core.scores.kinds import ScaledDot, Score
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The checked arguments of `attend`: shapes agree, names are resolved.
-
-    The bias has four dimensions.
-    """
+    """The checked arguments of `attend`: shapes fit, names are resolved, the bias is 4-D."""
 
     query: Annotated[Tensor, "batch heads queries head_dim"]
     key: Annotated[Tensor, "batch kv_heads keys head_dim"]
     value: Annotated[Tensor, "batch kv_heads keys value_dim"]
     score: Score
-    normalizer: Normalizer  # no default: torch 2.11 cannot compile one
+    normalizer: Normalizer  # without a default, which torch 2.11 cannot compile
     mask: Mask | None = None
     bias: Annotated[Tensor, "#batch #heads #queries #keys"] | None = None
     edge_features: EdgeFeatures | None = None
     dropout_p: float = 0.0
     sink: Annotated[Tensor, "heads"] | None = None
-    """In the dtype that sums are computed in, nowhere −∞: a row that may look nowhere has it."""
+    """In float32 or float64; −∞ is replaced by the lowest finite number, so that a row that may
+    look nowhere still has a finite score."""
 
     @property
     def dot_dim(self) -> int | None:
-        """The head dimension of the scaled dot product that the score is, before its softcap if it
-        has one; None if it is none."""
+        """The head dimension of the score as a scaled dot product, before its softcap; None if the
+        score is not a dot product."""
         return self.score.dot_dim(self.query.shape[3])
 
     @property
     def scale(self) -> float:
-        """The factor on query·key, of a score that is a scaled dot product as it stands."""
+        """The factor on query·key; the score must be a `ScaledDot`."""
         assert isinstance(self.score, ScaledDot)
         return self.score.factor(self.query.shape[3])
 
     def as_scaled_dot(self) -> Inputs:
-        """The same attention with a scaled dot product for its score, if it is one."""
+        """Return the attention with `ScaledDot` as its score, if the score is a dot product."""
         score = self.score
         is_lowered = isinstance(score, ScaledDot) and not isinstance(score.scale, Tensor)
         if is_lowered or self.dot_dim is None:
@@ -64,9 +62,10 @@ class Inputs:
         )
 
     def sink_as_key(self) -> Inputs:
-        """The same attention by one more key of zeros: the sink is its bias, and its value is 0.
+        """Return the same attention with the sink as one more key of zeros, whose bias is the sink
+        and whose value is 0.
 
-        The score is a scaled dot product; mask and bias become one tensor of biases.
+        The score must be a scaled dot product; mask and bias become one tensor of biases.
         """
         assert self.sink is not None
         bias = self.query.new_zeros(1, 1, 1, 1) if self.bias is None else self.bias
@@ -79,7 +78,7 @@ class Inputs:
         return replace(self, key=key, value=value, mask=None, bias=term, sink=None)
 
     def real_keys(self) -> Annotated[Tensor, "batch 1 keys 1", bool] | None:
-        """Which keys are not padding; None where no `Padding` says so."""
+        """Return which keys are not padding; None if the mask has no `Padding`."""
         real = [
             part.dense(1, self.num_keys, self.key.device).transpose(2, 3)
             for part in self.masks
@@ -89,7 +88,7 @@ class Inputs:
 
     @property
     def masks(self) -> tuple[Mask, ...]:
-        """The masks whose intersection the mask is; none where there is no mask."""
+        """The masks whose intersection is the mask; empty without a mask."""
         return () if self.mask is None else self.mask.parts
 
     @property
@@ -103,35 +102,36 @@ class Inputs:
     @property
     def is_grouped(self) -> bool:
         """Whether several query heads share a key/value head (grouped-query attention)."""
-        # a branch, since torch.compile makes a SymBool of heads that it traces, which torch refuses
+        # a branch, because under torch.compile the comparison is a SymBool, which torch refuses
         return True if self.query.shape[1] != self.key.shape[1] else False  # noqa: SIM210
 
     @property
     def is_empty(self) -> bool:
-        """Whether a size is zero, where kernels differ and there is nothing to compute."""
+        """Whether a tensor is empty; kernels treat this case differently."""
         return not (self.query.numel() and self.key.numel() and self.value.numel())
 
     @property
     def is_causal(self) -> bool:
-        """Whether the mask is what kernels call causal: j ≤ i and nothing else."""
-        # of sizes that a program does not know, it may be and need not
+        """Whether the mask is exactly j ≤ i, which kernels compute without a tensor."""
+        # for sizes that a program does not know the answer is False
         return isinstance(self.mask, Causal) and statically_known_true(
             self.mask.offset(self.num_queries, self.num_keys) == 0
         )
 
     @property
     def has_attn_mask(self) -> bool:
-        """Whether a kernel has to read a tensor of biases or of permissions."""
+        """Whether a kernel has to read a tensor of biases or booleans."""
         return self.bias is not None or not (self.mask is None or self.is_causal)
 
     def tensors(self) -> Iterator[object]:
-        """All that a derivative may be asked of, and what else stands beside it."""
+        """Yield all fields of the inputs, the score, the normalizer and the edge features, among
+        them every tensor that may have a derivative."""
         for owner in (self, self.score, self.normalizer, self.edge_features):
             if owner is not None:
                 yield from vars(owner).values()
 
     def repeated_heads(self) -> tuple[Tensor, Tensor]:
-        """Key and value with as many heads as the query."""
+        """Return key and value with as many heads as the query."""
         if not self.is_grouped:
             return self.key, self.value
         groups = self.query.shape[1] // self.key.shape[1]
@@ -140,20 +140,21 @@ class Inputs:
         )
 
     def dense_mask(self) -> Tensor | None:
-        """The mask as booleans broadcastable to [batch, heads, queries, keys]."""
+        """Return the mask as booleans broadcastable to [batch, heads, queries, keys]."""
         if self.mask is None:
             return None
         return self.mask.dense(self.num_queries, self.num_keys, self.query.device)
 
     def attn_mask(self) -> Tensor | None:
-        """Mask and bias as the one tensor fused kernels read: booleans, or biases with −inf."""
+        """Return mask and bias as the one tensor that fused kernels read: booleans, or biases with
+        −inf; None if they need none."""
         if not self.has_attn_mask:
             return None
         device, dtype = self.query.device, self.query.dtype
         sizes = self.num_queries, self.num_keys
         if self.bias is None:
             assert self.mask is not None
-            # on the CPU torch would make biases of booleans, for each layer its own
+            # on the CPU torch would convert booleans to biases again in each layer
             return kept_mask(self.mask, *sizes, device, dtype if self.query.is_cpu else torch.bool)
         bias = cast_bias(self.bias, dtype)
         if self.mask is None:
@@ -162,7 +163,7 @@ class Inputs:
 
 
 def in_high_precision(inputs: Inputs) -> Inputs:
-    """The same inputs in float32, or float64 if they are; how the definition is computed."""
+    """Return the inputs in float32 (float64 if they are), in which the definition is computed."""
     dtype = wide(inputs.query.dtype)
     return replace(
         inputs,

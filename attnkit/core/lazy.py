@@ -7,9 +7,9 @@ A package writes its names once, as imports that only type checkers run:
     else:
         __getattr__, __dir__ = lazy(__name__)
 
-so that `attnkit.layers.BAM` imports its file alone. Nothing of torch is imported, and of Python
-only what every start has loaded: `python -m attnkit` begins with the working directory on the
-path, where an ast.py may lie.
+so that `attnkit.layers.BAM` imports only its own file. This module imports no torch, and of Python
+only modules that every start has loaded: `python -m attnkit` has the working directory on the path,
+where there may be a file ast.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-TYPE_CHECKING = False  # type checkers take it for that of typing
+TYPE_CHECKING = False  # type checkers treat this name like typing.TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -26,7 +26,7 @@ _tables: dict[str, dict[str, tuple[str, str]]] = {}
 
 
 def homes(package: str) -> dict[str, tuple[str, str]]:
-    """The names of a package's table: for each the module that has it, and its name there."""
+    """Return the names of a package's table, each with its module and its name there."""
     if package not in _tables:
         import ast
 
@@ -44,7 +44,7 @@ def homes(package: str) -> dict[str, tuple[str, str]]:
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package for the names of its table, and its `__all__`."""
+    """Return `__getattr__` and `__dir__` of a package, for the names of its table and `__all__`."""
     names = vars(sys.modules[package])
 
     def getattr_(name: str) -> Any:
@@ -54,7 +54,7 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, original = homes(package)[name]
         home = vars(import_module(module))
-        # the name of a package's part may be that of a module
+        # the imported name may itself be a submodule
         found = home[original] if original in home else import_module(f"{module}.{original}")
         names[name] = found
         return found

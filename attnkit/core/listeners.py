@@ -20,38 +20,40 @@ class Seen:
     tap: str
     inputs: Inputs
     output: Tensor
-    """[batch, heads, queries, value_dim]; what the caller gets is this tensor or a view of it."""
+    """[batch, heads, queries, value_dim]; the caller gets this tensor or a view of it."""
     is_batched: bool = True
-    """Whether the caller gave tensors with a batch; those of graphs have none."""
+    """Whether the caller's tensors have a batch dimension; those of graphs have none."""
     module: nn.Module | None = None
-    """Where it ran, if that is not the innermost module that is running."""
+    """The module in which it ran, if that is not the innermost running module."""
 
 
 class Listener(Protocol):
+    """An observer of attention."""
+
     def see(self, seen: Seen) -> None:
-        """Attention ran."""
+        """Handle an attention that ran."""
 
     def miss(self, what: str, advice: str) -> None:
-        """Attention ran that cannot be observed: which one it is, and what helps."""
+        """Handle an attention that ran and cannot be observed: a description, and advice."""
 
 
 LISTENERS: Opened[Listener] = Opened("listeners")
 
 
-def unheard() -> AbstractContextManager[tuple[Listener, ...]]:
-    """In the block listeners are not notified, because they are notified of the whole; gives
-    them."""
+def without_listeners() -> AbstractContextManager[tuple[Listener, ...]]:
+    """Suspend the listeners in the block, which they are notified of as a whole; yields them."""
     return LISTENERS.limited(0)
 
 
 def is_recomputed() -> bool:
-    """Whether a backward pass is running, in which activation checkpointing runs a forward again:
-    listeners are not notified twice."""
+    """Return whether a backward pass is running: a forward in it is a second run by activation
+    checkpointing, of which listeners are not notified."""
     return torch._C._current_graph_task_id() != -1
 
 
-def tell_missed(listeners: Sequence[Listener], *, is_nested: bool = False) -> None:
-    """Attention ran that cannot be seen: on nested tensors, or by the model's own functions."""
+def notify_missed(listeners: Sequence[Listener], *, is_nested: bool = False) -> None:
+    """Notify the listeners of attention that cannot be observed: on nested tensors, or by the
+    model's own functions."""
     for listener in listeners:
         if is_nested:
             listener.miss("of nested tensors", "pad them and give a mask")
@@ -59,23 +61,23 @@ def tell_missed(listeners: Sequence[Listener], *, is_nested: bool = False) -> No
             listener.miss("by functions of its own", "attnkit.replace_attention(model) first")
 
 
-def tell(listeners: Sequence[Listener], seen: Seen) -> None:
+def notify(listeners: Sequence[Listener], seen: Seen) -> None:
+    """Notify the listeners of an attention that ran."""
     for listener in listeners:
         listener.see(seen)
 
 
 def watched(attend: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
-    """`attend(**given)`, of which listeners are notified; torch's calls inside it are not
-    reported."""
+    """Compute `attend(**given)` and notify the listeners of it, but not of torch's calls inside."""
     if is_recomputed():
-        with unheard():
+        with without_listeners():
             return attend(**given)
     is_batched = not given["query"].ndim == given["key"].ndim == given["value"].ndim == 3
     if not is_batched:
-        # what is told is then on the way to what the caller gets, so that it has a gradient
+        # the caller's output is then computed from the observed one, which so has a gradient
         given = given | {name: given[name][None] for name in ("query", "key", "value")}
-    with unheard() as listeners:
+    with without_listeners() as listeners:
         output = attend(**given)
         options = {name: option for name, option in given.items() if name != "backend"}
-        tell(listeners, Seen("attend", check_inputs(**options), output, is_batched))
+        notify(listeners, Seen("attend", check_inputs(**options), output, is_batched))
     return output if is_batched else output[0]

@@ -20,7 +20,8 @@ from attnkit.core.weights import Indices, attention_weights
 OutputGate = Literal["elementwise", "head"]
 
 Positions = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Where tokens are, told to queries and keys: (query, key) -> (query, key), as rotary does."""
+"""A function (query, key) -> (query, key) that encodes the positions of tokens, such as
+`Rotary1d`."""
 
 
 class MultiHeadAttention(Projections):
@@ -28,19 +29,19 @@ class MultiHeadAttention(Projections):
 
         output = [head_1 … head_H] W_out,   head_h = attend(x W_q,h, y W_k,h, z W_v,h)
 
-    Self-attention is `block(x)`, cross-attention `block(x, y)`. One fused projection gives queries,
-    keys and values; `block(x, y)` computes all three of x and of y. A block that is made for
-    cross-attention is given `key_dim`, has a projection for each and computes what it needs. With
-    fewer key/value heads than heads it is grouped-query attention (Ainslie et al. 2023), with
-    `qk_norm` queries and keys are layer-normalized per head before the product (Dehghani et al.
-    2023), with `gate` each head is multiplied by sigmoid(x W_g) before W_out (Qiu et al., Gated
-    Attention, 2025).
+    Self-attention is `block(x)`, cross-attention `block(x, y)`. By default one fused projection
+    gives queries, keys and values, so `block(x, y)` computes all three for x and for y. A block
+    made for cross-attention is given `key_dim`: it has three separate projections and computes only
+    what it needs. With fewer key/value heads than heads it is grouped-query attention (Ainslie et
+    al. 2023). With `qk_norm` queries and keys are layer-normalized per head before the product
+    (Dehghani et al. 2023). With `gate` each head is multiplied by sigmoid(x W_g) before W_out (Qiu
+    et al., Gated Attention, 2025).
 
     Decoding step by step gives the same output as all tokens at once:
 
         cache = block.new_cache(batch=2, max_tokens=256)
         for token in tokens.split(1, dim=1):
-            output = block(token, cache=cache)    # its key and value are kept, all are read
+            output = block(token, cache=cache)    # appends its key and value, reads all
         memory = block.remember(encoded)          # for cross-attention: projected once
         output = block(token, memory)
 
@@ -51,25 +52,25 @@ class MultiHeadAttention(Projections):
     Args:
         dim: channels of the queries' input and of the output.
         num_heads: query heads.
-        num_kv_heads: key/value heads, a divisor of `num_heads`; None: as many as `num_heads`.
+        num_kv_heads: key/value heads, a divisor of `num_heads`; None: `num_heads`.
         head_dim: channels of a head; None: dim / num_heads.
-        value_head_dim: channels of a head's values; None: as many as `head_dim`.
-        key_dim: channels of the keys' input, with a projection apart for queries, keys and values;
-            None: `dim`, with one for all.
-        value_dim: channels of the values' input, likewise; None: `key_dim`.
+        value_head_dim: channels of a head's values; None: `head_dim`.
+        key_dim: channels of the keys' input; queries, keys and values then have separate
+            projections. None: `dim`, with one fused projection.
+        value_dim: channels of the values' input, also with separate projections; None: `key_dim`.
         bias: whether the input projections add a bias.
         out_bias: whether the output projection adds a bias.
         qk_norm: whether to normalize queries and keys.
         norm_eps: the epsilon of that normalization; None: 1e-6.
-        score: a name: "scaled_dot", "dot", or with parameters per head that the block learns
+        score: a name: "scaled_dot", "dot", or, with parameters per head that the block learns,
             "general", "additive", "cosine" and "gaussian"; a `Score` without tensors, for a
             softcap; or a module whose `forward()` returns a `Score`, such as those of
-            `attnkit.learned_scores`, which is then a submodule.
-        normalizer: a name: "softmax", "hard", "linear", "delta_rule", whose β the block learns; a
-            `Normalizer`; or a module from the keys' tokens to one. In evaluation "hard" takes the
-            best key.
-        gate: "elementwise", a gate for each channel; "head", for each head; None: none.
-        sink: whether to learn a sink for each head, as in `attend`, which begins at 0.
+            `attnkit.learned_scores`; the module becomes a submodule.
+        normalizer: a name: "softmax", "hard", "linear", or "delta_rule", whose β the block learns;
+            a `Normalizer`; or a module that maps the keys' tokens to a `Normalizer`. In evaluation
+            "hard" takes the best key.
+        gate: "elementwise": a gate for each channel; "head": a gate for each head; None: no gate.
+        sink: whether to learn a sink for each head, as in `attend`, initially 0.
         dropout_p: the share of weights dropped in training; none in evaluation.
         backend: the kernel, as in `attend`.
 
@@ -134,7 +135,7 @@ class MultiHeadAttention(Projections):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform per projection, as torch's module; biases and sinks 0."""
+        """Initialize each projection Xavier-uniform, as torch's module does; biases and sinks 0."""
         super().reset_parameters()
         if self.sink is not None:
             nn.init.zeros_(self.sink)
@@ -153,13 +154,15 @@ class MultiHeadAttention(Projections):
         """Attend from the tokens of `query` to those of `key`.
 
         Args:
-            key: tokens, or what `remember` made of them; None: `query`, self-attention.
-            value: None: `key`.
-            mask, bias: as in `attend`, of the new queries and all keys in the cache.
-            positions: applied to queries and keys as heads, [batch, heads, tokens, head_dim],
-                before keys go into the cache.
-            cache: of self-attention: the keys and values of these tokens are written behind those
-                of the steps before, and all are read. Several tokens at once need
+            query: the tokens that attend.
+            key: the tokens attended to, or the cache that `remember` returned; None: `query`, which
+                is self-attention.
+            value: the tokens whose values are averaged; None: `key`.
+            mask, bias: as in `attend`, over the new queries and all keys, cached ones included.
+            positions: a function applied to the projected queries and keys,
+                [batch, heads, tokens, head_dim], before keys go into the cache.
+            cache: for self-attention only. The keys and values of these tokens are appended, and
+                all cached ones are read. Several tokens at once need
                 `mask=Causal("bottom_right")` to be causal.
         """
         heads, options = self._prepare(query, key, value, positions, cache, is_new=True)
@@ -192,10 +195,10 @@ class MultiHeadAttention(Projections):
         rows: Indices = None,
         heads: Indices = None,
     ) -> Annotated[Tensor, "batch chosen_heads rows keys"]:
-        """The weights that `forward` uses on the same arguments, before dropout.
+        """Return the weights that `forward` uses on the same arguments, before dropout.
 
-        With a cache, those of the step that `forward` took last: nothing is written. Rows and heads
-        are as in `attnkit.attention_weights`.
+        With a cache these are the weights of the last step that `forward` took; nothing is written
+        to the cache. Rows and heads are as in `attnkit.attention_weights`.
         """
         projected, options = self._prepare(query, key, value, positions, cache, is_new=False)
         return attention_weights(
@@ -210,9 +213,9 @@ class MultiHeadAttention(Projections):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> KeyValueCache:
-        """An empty cache for `forward(…, cache=)`, by default with the dtype and device of
+        """Return an empty cache for `forward(…, cache=)`, by default with the dtype and device of
         the parameters, or the dtype of autocast."""
-        # a quantized layer has no parameters, or integers, and computes in torch's default
+        # a quantized layer has no floating-point parameters and computes in torch's default dtype
         floats = (p for p in self.out_proj.parameters() if p.is_floating_point())
         weight = next(floats, torch.empty(0))
         device = weight.device if device is None else torch.device(device)
@@ -234,10 +237,10 @@ class MultiHeadAttention(Projections):
         key: Annotated[Tensor, "batch keys key_dim"],
         value: Annotated[Tensor, "batch keys value_dim"] | None = None,
     ) -> KeyValueCache:
-        """Keys and values of a memory that many steps will read: `block(x, block.remember(y))` is
-        `block(x, y)`."""
+        """Project the keys and values of a memory that many steps will read: `block(x,
+        block.remember(y))` equals `block(x, y)`."""
         key, value = self.project_memory(key, key if value is None else value)
-        # of each head by itself, which reads them faster
+        # contiguous for each head, which makes the reads of every step faster
         return KeyValueCache.of(key.contiguous(), value.contiguous())
 
     def _prepare(
@@ -250,7 +253,7 @@ class MultiHeadAttention(Projections):
         *,
         is_new: bool,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        """Query, key and value as heads, and current score, normalizer and sink."""
+        """Return query, key and value as heads, and the options score, normalizer and sink."""
         if query.is_nested:
             not_nested(query=query)
         if key is None and value is not None:
@@ -272,7 +275,7 @@ class MultiHeadAttention(Projections):
                 # under autocast a norm or positions may have given float32
                 autocast = torch.is_autocast_enabled(query.device.type)
                 kept = (t.to(cache.key.dtype) if autocast else t for t in heads[1:])
-                heads = heads[0], *cache.write(*kept)  # counted once all is computed
+                heads = heads[0], *cache.write(*kept)  # `forward` counts them once it has succeeded
             else:
                 heads = heads[0], cache.key, cache.value
         tokens = None if cache is not None or isinstance(key, KeyValueCache) else key
@@ -281,7 +284,7 @@ class MultiHeadAttention(Projections):
         return heads, options
 
     def _normalizer_now(self, tokens: Tensor | None) -> Normalizer:
-        """The normalizer for the keys of these tokens; None where only keys were kept."""
+        """Return the normalizer for the keys of these tokens, which are None with a cache."""
         normalizer = self.normalizer
         if isinstance(normalizer, nn.Module):
             if tokens is None:

@@ -1,7 +1,8 @@
-"""Normalizers: how the scores of a query become the weights of its keys, and the one dict of names.
+"""Normalizers: how the scores of a query become the weights of its keys, and the dict of names.
 
-A normalizer knows its definition, `weights(inputs, allowed)`; the kernels compute the same without
-holding all weights. One with parameters to learn is a module from the keys' tokens to a normalizer.
+A normalizer has a definition, `weights(inputs, allowed)`; the kernels compute the same without
+holding all weights. A normalizer with learned parameters is the output of a module that is given
+the keys' tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.scores.kinds import ScaledDot, moved
 
 if TYPE_CHECKING:
-    from attnkit.core.inputs import Inputs  # which has a normalizer
+    from attnkit.core.inputs import Inputs  # imports this module for its field `normalizer`
 
 __all__ = [
     "NORMALIZERS",
@@ -42,39 +43,41 @@ FeatureMap = Literal["elu", "relu", "sigmoid"]
 
 @dataclass(frozen=True, eq=False)
 class Normalizer:
-    """How scores become weights. Subclasses are frozen dataclasses, as scores are."""
+    """Base class of normalizers, which turn scores to weights. Subclasses are frozen
+    dataclasses."""
 
     @property
     def draws(self) -> bool:
-        """Whether weights are drawn at random, so that no two calls agree."""
+        """Whether weights are drawn at random, so that calls differ."""
         return False
 
     def check(self, inputs: Inputs) -> None:
-        """Raise ValueError or TypeError if it does not fit the other arguments of `attend`."""
+        """Raise ValueError or TypeError if the other arguments of `attend` do not fit."""
 
     def weights(
         self,
         inputs: Inputs,
         allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool] | None,
     ) -> Annotated[Tensor, "batch heads queries keys"]:
-        """The definition: the weights of the query rows in `inputs`.
+        """Compute the weights of the query rows in `inputs`; this is the definition.
 
         Args:
-            inputs: in high precision, with as many key as query heads; the bias is of those rows.
-            allowed: the mask of those rows; None is everywhere.
+            inputs: in high precision, with equally many key and query heads; the bias of these
+            rows.
+            allowed: the mask of these rows; None: everything is allowed.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no weights()")
 
     def evaluated(self) -> Normalizer:
-        """The normalizer that a module uses in evaluation."""
+        """Return the normalizer that a module uses in evaluation."""
         return self
 
     def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> Normalizer:
-        """The normalizer of some query heads only."""
+        """Return the normalizer of the given query heads only."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Normalizer:
-        """The same normalizer with its tensors moved as by `Tensor.to`."""
+        """Return the same normalizer with its tensors moved as by `Tensor.to`."""
         return moved(self, *args, **kwargs)
 
     def __str__(self) -> str:
@@ -91,11 +94,11 @@ class Softmax(Normalizer):
 
 @dataclass(frozen=True)
 class Hard(Normalizer):
-    """All weight on one key: drawn from the softmax of the scores, or the best.
+    """Hard attention: all weight on one key, drawn from the softmax of the scores, or the best one.
 
         index_i ~ softmax_j(score_ij),   weight_ij = [j = index_i]
 
-    Drawing has no gradient; the scores are trained by an estimator:
+    A draw has no gradient; the scores are trained by an estimator:
 
     | estimator            | gradient of the scores                                              |
     |----------------------|---------------------------------------------------------------------|
@@ -106,7 +109,7 @@ class Hard(Normalizer):
     |                      | Attend and Tell, Xu et al. 2015)                                    |
     | `None`               | none; the key with the best score, the first of equals              |
 
-    Modules in evaluation mode use `Hard(None)`. With an estimator, `attention_weights` gives the
+    Modules in evaluation mode use `Hard(None)`. With an estimator, `attention_weights` returns the
     probabilities with which keys are drawn.
     """
 
@@ -142,14 +145,14 @@ class Hard(Normalizer):
 
 @dataclass(frozen=True)
 class Linear(Normalizer):
-    """weight_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j), both over the allowed j: time and memory
-    linear in the tokens (Katharopoulos et al., Transformers are RNNs, 2020).
+    """Linear attention: weight_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j) over the allowed j, in time
+    and memory linear in the tokens (Katharopoulos et al., Transformers are RNNs, 2020).
 
     There is no exponential, and the only score is φ(q)·φ(k). If all weights of a query are 0, its
     output is 0.
 
-    feature_map: φ, "elu" is elu(x) + 1 as published, "relu" is max(x, 0), "sigmoid" the logistic
-        function, as of Polynormer (Deng et al., 2024).
+    feature_map: φ. "elu" is elu(x) + 1, as published; "relu" is max(x, 0); "sigmoid" is the
+        logistic function, as in Polynormer (Deng et al., 2024).
     """
 
     feature_map: FeatureMap = "elu"
@@ -163,13 +166,13 @@ class Linear(Normalizer):
     def features(
         self, tokens: Annotated[Tensor, "batch heads tokens head_dim"]
     ) -> Annotated[Tensor, "batch heads tokens head_dim"]:
-        """φ, nowhere negative."""
+        """Return φ of the tokens, nowhere negative."""
         if self.feature_map == "sigmoid":
             return tokens.sigmoid()
         above_zero = F.relu(tokens)
         if self.feature_map == "relu":
             return above_zero
-        # e^x below 0, where (e^x − 1) + 1 rounds to 0 for all x < −17 in float32
+        # e^x where x < 0, because elu(x) + 1 = (e^x − 1) + 1 rounds to 0 for x < −17 in float32
         return above_zero + (tokens - above_zero).exp()
 
     def weights(self, inputs: Inputs, allowed: Tensor | None) -> Tensor:
@@ -189,12 +192,12 @@ class DeltaRule(Normalizer):
 
     q̂ and k̂ are silu(q) and silu(k) at unit length, as in DeltaNet (Yang et al. 2024), which keeps
     the memory bounded for 0 ≤ β ≤ 1; Schlag et al. divide by the sum instead. A vector of zeros
-    stays zero. It sees the past alone, so it wants `Causal`, with which `Padding` may go: a padded
-    key writes nothing. As attention, the weights are
+    stays zero. A query sees the past only, so the mask must be `Causal`, alone or with `Padding`: a
+    padded key writes nothing. As attention, the weights are
 
         W = tril(Q̂ K̂ᵀ) (I + diag(β) tril(K̂ K̂ᵀ, −1))⁻¹ diag(β)
 
-    which may be negative and do not sum to 1.
+    They may be negative and do not sum to 1.
 
     beta: for each key, the share of the old content that it replaces.
     """
@@ -230,15 +233,15 @@ class DeltaRule(Normalizer):
     def features(
         tokens: Annotated[Tensor, "batch heads tokens head_dim"],
     ) -> Annotated[Tensor, "batch heads tokens head_dim"]:
-        """q̂ or k̂: silu, at unit length."""
+        """Return q̂ or k̂: silu of the tokens, at unit length."""
         active = F.silu(tokens)
-        # the norm, whose gradient is finite where that of 1 / √(sum of squares) is not: of vectors
+        # vector_norm, because the gradient of 1 / √(sum of squares) is not finite for vectors
         # shorter than about 1e−13 in float32
         norm = torch.linalg.vector_norm(active, dim=-1, keepdim=True)
         return active / norm.masked_fill(norm == 0, torch.inf)
 
     def written(self, inputs: Inputs) -> Annotated[Tensor, "batch heads keys"]:
-        """β, 0 where a key is padding."""
+        """Return β, set to 0 for keys that are padding."""
         beta = self.beta.expand(*inputs.query.shape[:2], -1)
         is_real = inputs.real_keys()
         return beta if is_real is None else beta.masked_fill(~is_real[..., 0], 0.0)
@@ -250,7 +253,7 @@ class DeltaRule(Normalizer):
         reads = query @ key.transpose(-2, -1)
         if allowed is not None:
             reads = reads.masked_fill(~allowed, 0.0)
-        # W (I + written) = reads, the left of it unit lower triangular
+        # W (I + written) = reads, where I + written is unit lower triangular
         weights = torch.linalg.solve_triangular(
             written, reads, upper=False, left=False, unitriangular=True
         )
@@ -264,7 +267,7 @@ NORMALIZERS: dict[str, Normalizer] = {"softmax": Softmax(), "hard": Hard(), "lin
 
 
 def as_normalizer(normalizer: str | Normalizer) -> Normalizer:
-    """The normalizer of that name; ValueError lists the names there are."""
+    """Return the normalizer of that name; raise ValueError for an unknown name."""
     if isinstance(normalizer, Normalizer):
         return normalizer
     if normalizer == "delta_rule":
@@ -280,9 +283,9 @@ def as_normalizer(normalizer: str | Normalizer) -> Normalizer:
 
 
 class LearnedDeltaRule(nn.Module):
-    """`DeltaRule` with β = sigmoid(W x + b) of each token x, one for each head.
+    """`DeltaRule` with β = sigmoid(W x + b) of each token x, one β for each head.
 
-    Begins near β = ½, with W Xavier-uniform and b = 0.
+    Initially β is near ½, with W Xavier-uniform and b = 0.
     """
 
     def __init__(self, num_heads: int, key_dim: int) -> None:
@@ -291,12 +294,12 @@ class LearnedDeltaRule(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform; bias 0."""
+        """Initialize W Xavier-uniform and b to 0."""
         nn.init.xavier_uniform_(self.beta_proj.weight)
         nn.init.zeros_(self.beta_proj.bias)
 
     def forward(self, tokens: Annotated[Tensor, "batch keys key_dim"]) -> DeltaRule:
-        """The normalizer for the keys of `tokens`."""
+        """Return the normalizer for the keys of `tokens`."""
         return DeltaRule(self.beta_proj(tokens).sigmoid().transpose(1, 2))
 
 
@@ -306,8 +309,7 @@ LEARNED_NORMALIZERS: dict[str, Callable[[int, int], nn.Module]] = {"delta_rule":
 def learned_normalizer(
     normalizer: str | Normalizer | nn.Module, num_heads: int, key_dim: int
 ) -> Normalizer | nn.Module:
-    """What a block keeps for its argument `normalizer`: a module where there is something to
-    learn."""
+    """Return what a block keeps for its argument `normalizer`: a module if there are parameters."""
     if isinstance(normalizer, nn.Module):
         return normalizer
     if isinstance(normalizer, DeltaRule):
@@ -330,7 +332,7 @@ def masked_scores(
     inputs: Inputs,
     allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool] | None,
 ) -> Annotated[Tensor, "batch heads queries keys"]:
-    """score(q_i, k_j) + bias_ij, −∞ where i may not look at j."""
+    """Return score(q_i, k_j) + bias_ij, −∞ where i may not look at j."""
     scores = inputs.score.scores(inputs.query, inputs.key)
     if inputs.bias is not None:
         scores = scores + inputs.bias
@@ -340,10 +342,9 @@ def masked_scores(
 def softmax(
     scores: Annotated[Tensor, "*rows keys"], sink: Annotated[Tensor, "heads"] | None = None
 ) -> Annotated[Tensor, "*rows keys"]:
-    """softmax over the last dimension, where a row of nothing but −∞ is exactly 0, and so is its
-    gradient.
+    """Compute softmax over the last dimension; a row of −∞ only gives exactly 0, like its gradient.
 
-    sink: a further score of each head, whose weight is left out; rows are [batch, heads, queries].
+    sink: one more score for each head, whose weight is left out; rows are [batch, heads, queries].
     """
     if scores.shape[-1] == 0:
         return scores
@@ -355,16 +356,16 @@ def softmax(
 
 
 def revived(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores where rows that may look nowhere look everywhere, so that their gradients are
-    finite; and which rows these are, [batch, heads, rows, 1], for their output to become 0."""
+    """Return the scores with 0 in rows of −∞ only, so that their gradients are finite, and which
+    rows these are, [batch, heads, rows, 1]; the caller sets their output to 0."""
     dead = scores.detach().amax(dim=-1, keepdim=True) == -torch.inf
-    if scores.is_cpu and has_values(scores.device) and not dead.any():  # nor wait for a GPU
+    if scores.is_cpu and has_values(scores.device) and not dead.any():  # never waits for a GPU
         return scores, dead
     return scores.masked_fill(dead, 0.0), dead
 
 
 def _check_plain(inputs: Inputs, why: str) -> None:
-    """ValueError where something is asked for that there are no scores for."""
+    """Raise ValueError for a score or bias, which normalizers without scores cannot use."""
     score = inputs.score
     scale = score.scale if isinstance(score, ScaledDot) else 0.0
     if isinstance(scale, Tensor) or scale not in (None, 1.0) or score.softcap is not None:
@@ -373,7 +374,7 @@ def _check_plain(inputs: Inputs, why: str) -> None:
         raise ValueError(f"bias: {why} and has no scores to add one to")
 
 
-# As pytrees, normalizers pass through torch.export and torch.func.
+# Normalizers are pytrees, so that torch.export and torch.func accept them.
 pytree.register_constant(Softmax)
 pytree.register_constant(Hard)
 pytree.register_constant(Linear)

@@ -1,4 +1,4 @@
-"""Tokens to heads: the projections of a multi-head block to queries, keys and values."""
+"""The projections of a multi-head block, from tokens to the heads of queries, keys and values."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,17 @@ from attnkit.core.operators.precision import no_autocast
 
 
 def reset_linear(layer: nn.Linear) -> None:
-    """Xavier-uniform matrix, bias 0."""
+    """Initialize the layer with a Xavier-uniform matrix and a bias of 0."""
     nn.init.xavier_uniform_(layer.weight)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
 
 
 def matrix_of(layer: nn.Module, rows: Tensor) -> Tensor:
-    """The matrix [in, out] by which a layer without bias multiplies such rows [rows, in].
+    """Return the matrix [in, out] by which a layer without bias multiplies rows [rows, in].
 
-    It is what the layer makes of the unit vectors, and not its weight, beside which a hook, an
-    adapter or another layer in its place may compute; these must be linear too.
+    It is the layer's output for the unit vectors, not its weight, so that a hook, an adapter or
+    another layer in its place is included; these must be linear, too.
     """
     dtype = next(layer.parameters(), rows).dtype
     with no_autocast(rows):
@@ -28,16 +28,16 @@ def matrix_of(layer: nn.Module, rows: Tensor) -> Tensor:
 
 
 class Projections(nn.Module):
-    """Queries, keys and values of tokens, as heads [batch, heads, tokens, head_dim]; values with
-    channels of another number if `value_head_dim` says so.
+    """Base class of `MultiHeadAttention`, which documents the arguments: projects tokens to
+    queries, keys and values as heads [batch, heads, tokens, head_dim], values with `value_head_dim`
+    channels.
 
-    Tokens may lack the batch, as the nodes of a graph do; then the heads lack it too.
+    Tokens may lack the batch, as the nodes of a graph do; then the heads lack it, too.
 
-    Of self-attention one fused layer, `in_proj`; with `key_dim` or `value_dim`, for keys and values
-    of other tokens, `query_proj`, `key_proj` and `value_proj`. With `qk_norm` queries and keys are
-    layer-normalized per head. Layers are only ever called, and called whole: what is attached to
-    them, or put in their place, sees all that they compute. The base of `MultiHeadAttention`, which
-    documents the arguments.
+    By default there is one fused layer, `in_proj`. With `key_dim` or `value_dim`, for keys and
+    values of other tokens, there are `query_proj`, `key_proj` and `value_proj`. With `qk_norm`
+    queries and keys are layer-normalized per head. The layers are always called as modules, with
+    all tokens, so that hooks, adapters and replacements see everything that they compute.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Projections(nn.Module):
         self.key_norm = nn.LayerNorm(head_dim, eps=eps) if qk_norm else nn.Identity()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform per projection, as torch's module; biases 0."""
+        """Initialize each projection Xavier-uniform, as torch's module does; biases 0."""
         for name, module in self.named_children():
             if isinstance(module, nn.Linear):
                 sizes = self.sizes if name == "in_proj" else [module.out_features]
@@ -94,18 +94,18 @@ class Projections(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as heads."""
+        """Return queries, keys and values as heads."""
         if not (self.is_fused and query is key is value):
             return self.project_query(query), *self.project_memory(key, value)
         q, k, v = self._parts(query)
         return self._query_heads(q), self._key_heads(k), self._split(v, self.num_kv_heads)
 
     def project_query(self, query: Tensor) -> Tensor:
-        """Queries alone."""
+        """Return the queries only."""
         return self._query_heads(self._parts(query)[0] if self.is_fused else self.query_proj(query))
 
     def project_memory(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values alone."""
+        """Return the keys and values only."""
         if self.is_fused:
             _, k, v = self._parts(key)
             v = v if value is key else self._parts(value)[2]
@@ -114,10 +114,10 @@ class Projections(nn.Module):
         return self._key_heads(k), self._split(v, self.num_kv_heads)
 
     def _parts(self, tokens: Tensor) -> Sequence[Tensor]:
-        """What the fused layer makes of tokens: the channels of queries, keys and values.
+        """Return the fused layer's channels of queries, keys and values.
 
-        They are split on the last dimension: the backward of that is one concatenation, in the
-        layout the product wants.
+        They are split along the last dimension, whose backward is one concatenation, in the layout
+        that the matrix product reads fastest.
         """
         return self.in_proj(tokens).split(self.sizes, dim=-1)
 
@@ -128,5 +128,5 @@ class Projections(nn.Module):
         return self.key_norm(self._split(k, self.num_kv_heads))
 
     def _split(self, projected: Tensor, heads: int) -> Tensor:
-        """[tokens, heads · channels] as [heads, tokens, channels]."""
+        """Return [tokens, heads · channels] as [heads, tokens, channels]."""
         return projected.unflatten(-1, (heads, -1)).transpose(-3, -2)

@@ -1,5 +1,5 @@
-"""Running a module to learn something about it, and leaving it as it was: which modules run, and
-which functions of torch and of transformers' attention interface they call."""
+"""Tools to run a module and leave it unchanged, and to observe which modules run and which
+functions of torch and of transformers' attention interface they call."""
 
 import sys
 from collections import deque
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """In the block the module and all in it are in evaluation mode, afterwards as before."""
+    """Put the module and its submodules in evaluation mode in the block, then restore the modes."""
     modes = [(child, child.training) for child in module.modules()]
     try:
         module.eval()
@@ -42,11 +42,11 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """In the block the module is in evaluation and nothing has gradients; after it modes, buffers
-    and torch's random numbers are as before, also if the block raised.
+    """Put the module in evaluation mode without gradients for the block; restore modes, buffers and
+    torch's random state afterwards, also if the block raises.
 
-    Buffers are put back because some modules write them in evaluation too, and the random state
-    because a module may draw whatever its mode is.
+    Buffers are restored because some modules write them in evaluation, too, and the random state
+    because a module may draw random numbers in any mode.
     """
     restore_buffers = buffers_of(module)
     tensors = (*module.parameters(), *module.buffers())
@@ -59,7 +59,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 def buffers_of(module: nn.Module) -> Callable[[], None]:
-    """A function that puts the buffers back as they are now, as often as it is called."""
+    """Return a function that restores the present buffers; it may be called several times."""
     buffers = [
         (child, name, buffer, None if buffer is None else buffer.detach().clone())
         for child in module.modules()
@@ -78,22 +78,22 @@ def buffers_of(module: nn.Module) -> Callable[[], None]:
 
 
 def module_name(name: str) -> str:
-    """A name of `named_modules()` as it was before torch.compile wrapped the model."""
+    """Return the name that a module of `named_modules()` had before torch.compile wrapped it."""
     return name.removeprefix("_orig_mod").removeprefix(".")
 
 
 def others_follow() -> bool:
-    """Whether hooks of all modules are registered that are not those of `RunningModules`."""
+    """Return whether global module hooks other than those of this file are registered."""
     hooks = (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())
     return any(hook not in (_enter, _leave) for hook in hooks)
 
 
 class RunningModules:
     """The modules whose forward is running, outermost first, named as in `named_modules()` of the
-    model; of the outermost that was called, if there is none.
+    model, or of the outermost module that was called if `model` is None.
 
-    What is told by `told` while an outermost module runs is taken back if that module raises; what
-    other threads tell meanwhile stays.
+    Records made while an outermost module runs are removed if that module raises; see `on_end`.
+    Records of other threads stay.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -105,7 +105,7 @@ class RunningModules:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """In the block modules are seen to enter and leave."""
+        """Observe in the block which modules enter and leave their forward."""
         self._num_around = len(_stack.get())
         with _FOLLOWING.opened(self), shared("hooks of all modules", _hooks):
             try:
@@ -116,7 +116,7 @@ class RunningModules:
 
     @property
     def is_followed(self) -> bool:
-        """Whether what runs now runs inside the block."""
+        """Whether the running code is inside the block of `followed`."""
         return self in _FOLLOWING.get()
 
     @property
@@ -124,73 +124,74 @@ class RunningModules:
         return _stack.get()[self._num_around :]
 
     def innermost(self) -> str:
-        """The name of the innermost; "" where none runs, or it has none."""
+        """Return the name of the innermost module; "" if none runs or it has no name."""
         modules = self.modules
         return self.names.get(modules[-1], "") if modules else ""
 
     def innermost_of_model(self) -> str | None:
-        """The name of the innermost that has one; "" where none runs; None where only others do."""
+        """Return the name of the innermost module that has one; "" if no module runs, None if only
+        modules without a name do."""
         modules = self.modules
         named = (self.names[module] for module in reversed(modules) if module in self.names)
         return next(named, None if modules else "")
 
     def enter(self, module: nn.Module) -> None:
-        """A module begins to run."""
+        """Note that a module begins to run."""
         if not self.modules:
             self._name_modules_of(module if self.model is None else self.model)
             self.begin()
 
     def leave(self, output: object) -> None:
-        """It has ended, with None where it raised."""
+        """Note that a module has ended; the output is None if it raised."""
         if not self.modules:
             call = _calls.get().get(self)
             if call is not None:
                 self.end(has_raised=output is None and sys.exc_info()[1] is not call.handled)
 
     def begin(self) -> None:
-        """What is told from now on is of a call that may raise."""
+        """Begin a call: records made from now on are removed if it raises."""
         self._set_call(_Call(_calls.get().get(self), sys.exc_info()[1]))
 
     def end(self, *, has_raised: bool) -> None:
-        """The call has ended."""
+        """End the call that `begin` began."""
         call = _calls.get()[self]
         self._set_call(call.around)
         if call.around is not None and not has_raised:
-            call.around.told += call.told
+            call.around.callbacks += call.callbacks
             return
-        with TELLING:
-            for ended in reversed(call.told):
+        with RECORDING:
+            for ended in reversed(call.callbacks):
                 ended(has_raised)
 
-    def told(self, ended: Callable[[bool], None]) -> None:
-        """Something was told; `ended` is called with whether the call that told it has raised."""
+    def on_end(self, ended: Callable[[bool], None]) -> None:
+        """Call `ended(has_raised)` when the running call ends; at once if no call runs."""
         call = _calls.get().get(self)
         if call is None:
             ended(False)
         else:
-            call.told.append(ended)
+            call.callbacks.append(ended)
 
     def keep(self, kept: dict[str, list[Item]], name: str, item: Item) -> None:
-        """Add it to the list of this name, unless the call raises."""
+        """Add an item to the list `kept[name]`; remove it again if the call raises."""
 
         def ended(has_raised: bool) -> None:
             if has_raised and not kept.get(name, True):
                 del kept[name]
 
-        with TELLING:
-            self.told(ended)
+        with RECORDING:
+            self.on_end(ended)
             self.append(kept.setdefault(name, []), item)
 
     def append(self, items: list[Item], item: Item) -> None:
-        """Add it to a list, unless the call raises."""
+        """Append an item to the list; remove it again if the call raises."""
 
         def ended(has_raised: bool) -> None:
             if has_raised:
                 items[:] = [other for other in items if other is not item]
 
-        with TELLING:
+        with RECORDING:
             items.append(item)
-            self.told(ended)
+            self.on_end(ended)
 
     def _set_call(self, call: "_Call | None") -> None:
         others = {running: other for running, other in _calls.get().items() if running is not self}
@@ -202,19 +203,19 @@ class RunningModules:
 
 @dataclass(eq=False)
 class _Call:
-    """Of an outermost module, or of what `undone_on_error` is around."""
+    """A call of an outermost module, or a block of `undone_on_error`."""
 
     around: "_Call | None"
     handled: BaseException | None
-    """What the caller is handling."""
-    told: list[Callable[[bool], None]] = field(default_factory=list)
+    """The exception that the caller is handling."""
+    callbacks: list[Callable[[bool], None]] = field(default_factory=list)
 
 
 _calls: ContextVar[Mapping[RunningModules, _Call]] = ContextVar(
     "calls that may raise", default=MappingProxyType({})
 )
-TELLING = RLock()
-"""Held where threads tell something and take it back."""
+RECORDING = RLock()
+"""The lock that is held while threads add records and remove them."""
 
 _FOLLOWING: Opened[RunningModules] = Opened("running modules")
 _stack: ContextVar[tuple[nn.Module, ...]] = ContextVar("stack of modules", default=())
@@ -250,18 +251,18 @@ def _leave(module: nn.Module, args: object, output: object) -> None:
 
 
 Handler = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
-"""What runs in the place of a function of torch, of (function, args, kwargs)."""
+"""A function that is called as (function, args, kwargs) in the place of a function of torch."""
 
 _handlers: Opened[Handler] = Opened("functions of torch")
 
 
 @contextmanager
 def functions_handled(handler: Handler) -> Iterator[None]:
-    """In the block functions of torch are given to `handler`; those that it calls, to the handler
-    of the next block around this.
+    """Pass calls of torch's functions to `handler` in the block. Functions that the handler calls
+    go to the handler of the next block around this.
 
-    torch keeps modes for each thread. A thread that was started with this context, as
-    `asyncio.to_thread` does, opens them when a module begins to run there.
+    torch keeps modes per thread. A thread that runs in this context, as `asyncio.to_thread` starts
+    it, opens them when a module begins to run there.
     """
     thread = _local.thread
     with (
@@ -278,10 +279,10 @@ def functions_handled(handler: Handler) -> Iterator[None]:
 
 
 class _FunctionMode(TorchFunctionMode):
-    """The handler of the innermost block.
+    """Calls the handler of the innermost block.
 
-    torch keeps the open modes of a thread, in which several tasks of asyncio may be inside their
-    blocks. A mode here holds nothing, so that it does not matter whose is on top.
+    torch keeps one stack of modes per thread, but several asyncio tasks of the thread may be inside
+    their blocks. A mode here has no state, so that the order of the stack does not matter.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -297,8 +298,8 @@ class _FunctionMode(TorchFunctionMode):
 
 
 class _Thread:
-    """The modes of a thread for the blocks that others have opened, and the modules that run while
-    they are open."""
+    """The modes that a thread has opened for blocks of other threads, and the modules that run
+    while they are open."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
@@ -307,36 +308,36 @@ class _Thread:
         self.hooks = ExitStack()
 
     def enter(self, module: nn.Module) -> None:
-        """A module begins to run here."""
+        """Note that a module begins to run in this thread."""
         if not self.modules:
             if self.num_blocks or not _handlers.get():
                 return
-            # until it has ended, which its block may not wait for
+            # kept until the module has ended; the block may end before
             self.hooks.enter_context(shared("hooks of all modules", _hooks))
             self.modes.enter_context(self.inherited())
         self.modules.append(module)
 
     def leave(self, module: nn.Module, has_raised: bool) -> None:
-        """It has ended."""
+        """Note that a module has ended in this thread."""
         if not has_raised:
-            with suppress(IndexError):  # of the empty deque
+            with suppress(IndexError):  # raised by the empty deque
                 while True:
                     _unused_hooks.popleft().close()
         if module not in self.modules:
             return
-        while self.modules.pop() is not module:  # those that raised what torch lets through
+        while self.modules.pop() is not module:  # torch runs no hooks after some exceptions
             pass
         if not self.modules:
             self.modes.close()
             hooks = self.hooks.pop_all()
-            if has_raised:  # torch is going through the hooks, of which none may go
+            if has_raised:  # torch is iterating over the hooks, so none may be removed now
                 _unused_hooks.append(hooks)
             else:
                 hooks.close()
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """In the block there is a mode for each handler that came with the context."""
+        """Open in the block a mode for each handler that this thread's context has."""
         with ExitStack() as stack:
             for _ in () if self.num_blocks or self.modules else _handlers.get():
                 stack.enter_context(_FunctionMode())
@@ -344,7 +345,7 @@ class _Thread:
 
 
 _unused_hooks: deque[ExitStack] = deque()
-"""Of modules that raised; they go when the next module ends."""
+"""Hooks of modules that raised, to be removed when the next module ends."""
 
 
 class _Local(local):
@@ -357,8 +358,8 @@ _local = _Local()
 
 @contextmanager
 def undone_on_error(*objects: object) -> Iterator[None]:
-    """In the block; if it raises, the attributes of these objects are as they were before, and
-    nothing of it is left in the records of those that follow modules."""
+    """Restore the attributes of these objects if the block raises, and remove what `RunningModules`
+    recorded in it."""
     before = [dict(vars(each)) for each in objects]
     following = _FOLLOWING.get()
     for running in following:
@@ -376,19 +377,19 @@ def undone_on_error(*objects: object) -> Iterator[None]:
 
 
 InterfaceHandler = Callable[..., tuple]
-"""What runs in the place of a function of transformers, of (its name, the function, its
-arguments)."""
+"""A function that is called as (name, function, *arguments) in the place of a function of
+transformers."""
 
 _interface_handlers: Opened[InterfaceHandler] = Opened("transformers' interface")
 
 
 @contextmanager
 def interface_handled(handler: InterfaceHandler) -> Iterator[None]:
-    """In the block functions of transformers' attention interface are given to `handler`; those
-    that it calls, to the handler of the next block around this.
+    """Pass calls of transformers' attention functions to `handler` in the block. Functions that the
+    handler calls go to the handler of the next block around this.
 
-    Models of transformers ask `AttentionInterface` for the function that their configuration names.
-    Nothing of transformers is imported.
+    Models of transformers get the function that their configuration names from
+    `AttentionInterface`. Nothing of transformers is imported.
     """
     interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     chosen = getattr(interface, "get_interface", None)

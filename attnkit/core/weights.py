@@ -1,4 +1,4 @@
-"""Attention weights on demand, in blocks, whatever kernel computes the output."""
+"""Attention weights on demand, computed in blocks, whatever kernel computes the output."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,8 @@ from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.kinds import Score
 
 Indices = int | slice | Sequence[int] | Annotated[Tensor, "_", int] | None
-"""Which rows or heads: one, a slice, several, or None for all. Negative ones count from the end."""
+"""Rows or heads: one index, a slice, several indices, or None for all. Negative indices count from
+the end."""
 
 BLOCK_ELEMENTS = 2**24  # scores computed at once: 64 MB in float32
 
@@ -35,17 +36,17 @@ def attention_weights(
     rows: Indices = None,
     heads: Indices = None,
 ) -> Annotated[Tensor, "batch chosen_heads rows keys"]:
-    """The weights `attend` averages the values with: softmax_j(score(query_i, key_j) + bias_ij).
+    """Compute the weights of `attend`: softmax_j(score(query_i, key_j) + bias_ij).
 
-    Before dropout, for the query rows and heads asked for and no others. Computed in float32
-    (float64 if the inputs are), a block of rows at a time, so that beside the result only one
-    block of scores is held. Differentiable.
+    These are the weights before dropout, for the given query rows and heads only. They are computed
+    in float32 (float64 if the inputs are), a block of rows at a time, so that beside the result
+    only one block of scores is held. They are differentiable.
 
     Args:
         query, key, score, mask, bias, normalizer, scale, sink: as in `attend`; with a sink, the
             weights of a row sum to less than 1.
-        rows: which queries, None for all.
-        heads: which query heads, None for all.
+        rows: query rows; None: all.
+        heads: query heads; None: all.
 
     Returns:
         The weights, in the dtype of the inputs; a row that may look nowhere is 0.
@@ -80,8 +81,8 @@ def attention_weights(
 
 
 def of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
-    """The attention of some query heads, each with a key and value head of its own, in high
-    precision; bias and mask stay those of all heads."""
+    """Return the attention of the given query heads in high precision, each with a key and value
+    head of its own; bias and mask stay those of all heads."""
     kv_heads = heads // (inputs.query.shape[1] // inputs.key.shape[1])
     return in_high_precision(
         replace(
@@ -99,13 +100,13 @@ def of_heads(inputs: Inputs, heads: Tensor) -> Inputs:
 def row_blocks(
     inputs: Inputs, rows: Tensor, block_elements: int | None = None
 ) -> tuple[Tensor, ...]:
-    """The rows in parts of which each has at most so many scores, and at least one row."""
+    """Split the rows into parts with at most `block_elements` scores each, at least one row."""
     per_row = max(1, inputs.query.shape[0] * inputs.query.shape[1] * inputs.num_keys)
     return rows.split(max(1, (block_elements or BLOCK_ELEMENTS) // per_row))
 
 
 def weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
-    """[batch, heads, rows, keys] of what `of_heads` gave for these heads."""
+    """Compute the weights [batch, heads, rows, keys]; `inputs` is `of_heads(…, heads)`."""
     bias, allowed = inputs.bias, None
     if bias is not None:
         bias = bias if bias.shape[1] == 1 else bias[:, heads]
@@ -120,14 +121,18 @@ def weights_of_rows(inputs: Inputs, rows: Tensor, heads: Tensor) -> Tensor:
 def of_edges(
     weights: Annotated[Tensor, "edges heads"], rows: Indices, heads: Indices
 ) -> Annotated[Tensor, "rows chosen_heads"]:
-    """The weights of some edges and heads of a graph."""
+    """Return the weights of the given edges and heads of a graph."""
     row_indices = as_indices("rows", rows, len(weights), weights.device)
     head_indices = as_indices("heads", heads, weights.shape[1], weights.device)
     return weights[row_indices[:, None], head_indices]
 
 
 def as_indices(name: str, given: Indices, size: int, device: torch.device) -> Tensor:
-    """Places from 0 to size − 1; IndexError or TypeError name what is wrong."""
+    """Return the given indices as a tensor of numbers from 0 to size − 1.
+
+    Raises:
+        IndexError, TypeError: an index is out of range, or not an integer.
+    """
     everything = torch.arange(size, device=device)
     if given is None:
         return everything

@@ -1,1 +1,1 @@
-"""Watching the attention of any model while it runs; nothing is changed."""
+"""Tools that observe the attention of any model while it runs, without changing it."""

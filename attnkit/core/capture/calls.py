@@ -1,5 +1,5 @@
-"""One attention that ran, over dense tokens or over the edges of a graph: what went in, what came
-out, and its weights."""
+"""The record of one attention that ran, over dense tokens or over the edges of a graph: its inputs,
+output and weights."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,18 +13,18 @@ from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
 from attnkit.core.operators.precision import no_autocast, wide
 from attnkit.core.weights import Indices, as_indices, of_heads, row_blocks, weights_of_rows
 
-PROPAGATED_ELEMENTS = 2**21  # scores at once, of which a step holds several copies
+PROPAGATED_ELEMENTS = 2**21  # scores of a block; a step holds several copies of them
 
 
 @dataclass(eq=False)
 class AttentionCall:
-    """One attention of dense tokens that ran.
+    """The record of one attention over dense tokens.
 
     layer: the module in whose forward it ran, named as in `named_modules()`; "" is the model.
-    tap: how it was seen: "attend", "scaled_dot_product_attention", "multi_head_attention_forward"
-        or "transformers".
-    inputs: what the kernel was given; under autocast in autocast's dtype.
-    output: in autograd's graph if there is one, so that it has a gradient.
+    tap: the observed function: "attend", "scaled_dot_product_attention",
+        "multi_head_attention_forward" or "transformers".
+    inputs: the inputs of the kernel; under autocast in autocast's dtype.
+    output: the output, which is part of autograd's graph if there is one and so has a gradient.
     """
 
     layer: str
@@ -64,10 +64,10 @@ class AttentionCall:
     def weights(
         self, rows: Indices = None, heads: Indices = None
     ) -> Annotated[Tensor, "batch chosen_heads rows keys"]:
-        """A: how much each query looks at each key, before dropout.
+        """Compute the weights A before dropout, for the given rows and heads only.
 
-        Computed from queries and keys in blocks of rows, in float32 (float64 if the inputs are),
-        without gradients; only the rows and heads asked for. A row that may look nowhere is 0.
+        They are computed from queries and keys in blocks of rows, in float32 (float64 if the inputs
+        are), without gradients. A row that may look nowhere is 0.
 
         Raises:
             IndexError: no such row or head.
@@ -84,14 +84,14 @@ class AttentionCall:
         rows: Indices = None,
         heads: Indices = None,
     ) -> Annotated[Tensor, "batch chosen_heads rows keys"]:
-        """∂y/∂A = (∂y/∂O) Vᵀ, since O = A V: from the gradient that any kernel's backward gives.
+        """Compute ∂y/∂A = (∂y/∂O) Vᵀ, since O = A V, from the gradient that any kernel gives.
 
         Args:
             output_gradient: ∂y/∂O, `torch.autograd.grad(y, call.output)`.
 
         Raises:
-            ValueError: a gradient of another shape, or an output that is not a product of A and V
-                (computed with dropout, or with keys drawn at random).
+            ValueError: the gradient has another shape, or the output is not the product of A and V
+                (it was computed with dropout, or with keys drawn at random).
         """
         self._check_gradient(output_gradient)
         rows, heads = self._chosen(rows, heads)
@@ -105,17 +105,18 @@ class AttentionCall:
         *,
         output_gradient: Annotated[Tensor, "batch heads queries value_dim"] | None = None,
     ) -> Annotated[Tensor, "batch keys"]:
-        """r Ā: a row vector times the mean over heads of A, or with a gradient of (∂y/∂A ⊙ A)⁺.
+        """Compute r Ā, a row vector times the mean over heads of A, or of (∂y/∂A ⊙ A)⁺ if a
+        gradient is given.
 
-        In blocks of rows, so that no more than one block of A is held; rows where r is 0 are not
-        computed.
+        It is computed in blocks of rows, so that only one block of A is held; rows where r is 0 are
+        skipped.
 
         Args:
             r: a weight for each query.
             output_gradient: as in `weight_gradient`.
 
         Raises:
-            ValueError: a shape that does not fit; as `weight_gradient`.
+            ValueError: a shape does not fit, or as `weight_gradient`.
         """
         expected = [self.query.shape[0], self.num_queries]
         if list(r.shape) != expected:
@@ -175,21 +176,21 @@ class AttentionCall:
 
 @dataclass(eq=False)
 class EdgeCall:
-    """One attention over the edges of a graph that ran.
+    """The record of one attention over the edges of a graph.
 
-    A layer that adds self-loops replaces those it is given: in their rows the weights are 0.
+    A layer that adds self-loops replaces those of the caller: their rows of weights are 0.
 
-    layer, tap: as of `AttentionCall`; taps are "attend" and "pyg".
+    layer, tap: as in `AttentionCall`; taps are "attend" and "pyg".
     edge_index: the edges in the caller's order, sources in row 0 and targets in row 1; self-loops
         that the layer added come last.
-    is_added_loop: which of them the layer added.
-    num_nodes: of sources and of targets.
-    weights: before dropout, without gradients.
-    seen_in: what autograd can differentiate by: the weights themselves, of torch_geometric's
-        convolutions; the output [1, heads, targets, value_dim], of `attend`.
-    value: what is averaged; None where `seen_in` is the weights.
-    edge_features: what edges add to the values, in the order of `edge_index`.
-    edge_type: of a heterogeneous convolution, which calls each of its types.
+    is_added_loop: which edges are self-loops that the layer added.
+    num_nodes: the numbers of sources and of targets.
+    weights: the weights before dropout, without gradients.
+    seen_in: the tensor by which autograd can differentiate: the weights for torch_geometric's
+        convolutions, the output [1, heads, targets, value_dim] for `attend`.
+    value: the values that are averaged; None if `seen_in` is the weights.
+    edge_features: the features that edges add to the values, in the order of `edge_index`.
+    edge_type: the edge type; a heterogeneous convolution has one call for each of its types.
     """
 
     layer: str
@@ -209,12 +210,12 @@ class EdgeCall:
 
     @property
     def is_replaced(self) -> Annotated[Tensor, "edges", bool]:
-        """The caller's self-loops, if the layer put its own in their place."""
+        """The caller's self-loops that the layer replaced with its own."""
         is_loop = self.edge_index[0] == self.edge_index[1]
         return is_loop & ~self.is_added_loop & self.is_added_loop.any()
 
     def weight_gradient(self, gradient: Tensor) -> Annotated[Tensor, "edges heads"]:
-        """∂y/∂α of each edge and head; 0 for a self-loop that the layer replaced.
+        """Compute ∂y/∂α of each edge and head; 0 for a self-loop that the layer replaced.
 
             ∂y/∂α_e = ∂y/∂output_i · (value_j + W_v e_ij)    for the edge e from j to i
 
@@ -222,7 +223,7 @@ class EdgeCall:
             gradient: `torch.autograd.grad(y, call.seen_in)`.
 
         Raises:
-            ValueError: a gradient of another shape.
+            ValueError: the gradient has another shape.
         """
         if gradient.shape != self.seen_in.shape:
             raise ValueError(
@@ -249,13 +250,13 @@ Call = AttentionCall | EdgeCall
 
 
 def is_of_edges(inputs: Inputs, *, is_batched: bool) -> bool:
-    """Whether attention is that of a graph's edges, which an `EdgeCall` tells."""
+    """Return whether the attention goes over a graph's edges, so that an `EdgeCall` records it."""
     is_softmax = type(inputs.normalizer).__name__ == "Softmax"
     return isinstance(inputs.mask, Edges) and is_softmax and inputs.bias is None and not is_batched
 
 
 def edge_call(layer: str, inputs: Inputs, output: Tensor) -> EdgeCall:
-    """The call of `attend(…, mask=edges)` with tensors that lack the batch."""
+    """Return the record of `attend(…, mask=edges)` with tensors that lack the batch."""
     edges, features = inputs.mask, inputs.edge_features
     assert isinstance(edges, Edges)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Selects layers of a model that are known only once it has run."""
+"""Selection of layers of a model whose names may be known only once it has run."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -8,11 +8,12 @@ Layers = int | str | Sequence[int | str] | None
 
 
 class LayerChoice:
-    """The layers asked for.
+    """The layers that a user selects.
 
     Args:
-        layers: as a user gives them.
-        known: the names that positions count, in their order; None: those that run, as they run.
+        layers: the user's argument.
+        known: the names in the order that positions refer to; None: the layers in the order in
+            which they run.
     """
 
     def __init__(self, layers: Layers, known: Sequence[str] | None = None) -> None:
@@ -22,34 +23,34 @@ class LayerChoice:
         self.is_known = known is not None
         self.known = list(known or ())
         self.ran: dict[str, list[object]] = {}
-        """An item for each time that a layer ran."""
+        """For each layer that ran, one item per run."""
 
     @property
     def names(self) -> list[str]:
-        """What positions count."""
+        """The names that positions refer to."""
         return self.known if self.is_known else [*self.ran]
 
     def has(self, name: str) -> bool:
-        """Whether a layer is asked for, as far as the model has run."""
+        """Return whether a layer is selected, given the layers that have run so far."""
         return self.asked is None or any(self._is_meant(asked, name) for asked in self.asked)
 
     def may_have(self, name: str) -> bool:
-        """Whether it is, or may be once more layers have run, which puts it further from the
-        end."""
+        """Return whether a layer is selected, or may be once more layers have run: a position that
+        counts from the end then refers to an earlier layer than now."""
         if self.has(name) or self.is_known or name not in self.names:
             return self.has(name)
         from_end = self.names.index(name) - len(self.names)
         return any(isinstance(asked, int) and asked < from_end for asked in self.asked or ())
 
     def is_sure(self, name: str) -> bool:
-        """Whether it is, however many layers run after it."""
+        """Return whether a layer is selected however many layers run after it."""
         if self.asked is None or self.is_known:
             return self.has(name)
         lasting = [asked for asked in self.asked if isinstance(asked, str) or asked >= 0]
         return any(self._is_meant(asked, name) for asked in lasting)
 
     def check(self, others: Sequence[str] = ()) -> None:
-        """ValueError if something that is asked for is neither a layer nor one of the others."""
+        """Raise ValueError if a selection matches neither a layer nor one of the other names."""
         names = list(dict.fromkeys([*self.names, *self.ran]))
         for asked in self.asked or ():
             if not any(self._is_meant(asked, name) for name in (*names, *others)):

@@ -1,4 +1,4 @@
-"""The largest logit of each head, to see training blow up before the loss does."""
+"""The largest logit of each head, which shows that training diverges before the loss does."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.capture.watch import heard
+from attnkit.core.capture.watch import listening
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.recompute import in_blocks
 from attnkit.core.kernels.reference import scores_of_edges
@@ -17,7 +17,7 @@ from attnkit.core.listeners import Seen
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Hard, Softmax, masked_scores
 from attnkit.core.operators.precision import no_autocast
-from attnkit.core.running import TELLING, RunningModules
+from attnkit.core.running import RECORDING, RunningModules
 
 
 @contextmanager
@@ -26,40 +26,43 @@ def record_logits(model: nn.Module | None = None) -> Iterator[dict[str, Tensor]]
 
         with attnkit.record_logits(model) as logits:
             model(images)
-        logits["blocks.11.attention"]    # [heads], of all calls and batch items together
+        logits["blocks.11.attention"]    # [heads], over all calls and batch items
 
     A logit is score(q_i, k_j) + bias_ij before the softmax, with scale and softcap, where the mask
-    allows it; a sink is none. −∞: no query of the head may look anywhere. Attention blows up where
-    the largest grows without end, and QK-clip (Kimi K2, 2025) scales the weights of queries and
-    keys down where it exceeds a threshold.
+    allows it; a sink is not a logit. −∞ means that no query of the head may look anywhere. Training
+    diverges where the largest logit grows without bound; QK-clip (Kimi K2, 2025) scales down the
+    weights of queries and keys if it exceeds a threshold.
 
-    Seen is what `attnkit.capture_attention` sees, but for the convolutions of torch_geometric;
-    linear attention and the delta rule have no logits. The kernels that compute the output do not
-    change: each call computes its scores once more, in blocks of queries in float32 (float64 if the
-    inputs are) without gradients, leaving out the keys that the mask's plan leaves out. That takes
-    about as long as a forward of the kernel "blockwise", so record some of the steps. A layer that
-    runs again in the backward pass does not count. Compiled modules run uncompiled inside the
-    block. Other threads take part where they run in this context, as `asyncio.to_thread` does.
+    This observes the same attention as `attnkit.capture_attention`, except the convolutions of
+    torch_geometric; linear attention and the delta rule have no logits. The kernels that compute
+    the output do not change. The scores of each call are computed once more, in blocks of queries,
+    in float32 (float64 if the inputs are), without gradients and without the keys that the mask's
+    plan skips. That takes about as long as a forward of the kernel "blockwise", so record only some
+    of the steps. A layer that runs again in the backward pass does not count. Compiled modules run
+    uncompiled inside the block. Other threads are recorded if they run in this context, as
+    `asyncio.to_thread` does.
 
     Args:
-        model: the names of modules come from its `named_modules()`; None: the outermost module that
-            is called. Attention outside of any module is "".
+        model: the model whose `named_modules()` gives the names; None: the outermost module that is
+            called. The name of attention outside of any module is "".
 
     Raises:
         ValueError: a module computes its attention by a softmax and a product of its own, or with
             several numbers of heads.
     """
     listener = _Logits(model)
-    with heard(listener, listener.running):
+    with listening(listener, listener.running):
         yield listener.found
 
 
 class _Logits:
+    """Listener that keeps the largest logits of each module."""
+
     def __init__(self, model: nn.Module | None) -> None:
         self.found: dict[str, Tensor] = {}
         self.running = RunningModules(model)
         self._parts: dict[str, list[Tensor]] = {}
-        """Of what calls that run have told: what was found before, and each of theirs."""
+        """For modules with running calls: the earlier result, then the result of each call."""
         self._num_running: Counter[str] = Counter()
 
     def see(self, seen: Seen) -> None:
@@ -77,15 +80,15 @@ class _Logits:
                     f"of {len(largest)}, expected one number of heads under one name; give each "
                     "a module of its own"
                 )
-            with TELLING:
+            with RECORDING:
                 parts = self._parts.setdefault(name, [] if before is None else [before])
                 parts.append(largest)
                 self._num_running[name] += 1
                 self.found[name] = torch.stack(parts).amax(0)
-                self.running.told(partial(self._ended, name, largest))
+                self.running.on_end(partial(self._ended, name, largest))
 
     def _ended(self, name: str, largest: Tensor, has_raised: bool) -> None:
-        """The call that told it has ended."""
+        """Remove the result of a call that has raised, and forget the parts after the last call."""
         parts = self._parts[name]
         if has_raised:
             parts[:] = [part for part in parts if part is not largest]
@@ -108,10 +111,10 @@ class _Logits:
 
 @torch.no_grad()
 def _largest(inputs: Inputs) -> Tensor:
-    """[heads]."""
+    """Return the largest logit of each head, [heads]."""
     if inputs.is_empty:
         return inputs.query.new_full((inputs.query.shape[1],), -torch.inf)
-    if isinstance(inputs.mask, Edges):  # which may carry something
+    if isinstance(inputs.mask, Edges):  # may have edge features or duplicate edges
         with no_autocast(inputs.query):
             exact = in_high_precision(inputs)
             exact = replace(exact, key=exact.repeated_heads()[0])

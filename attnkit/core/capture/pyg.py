@@ -1,7 +1,7 @@
-"""Attention of torch_geometric's convolutions, in the caller's edge order.
+"""Observation of the attention of torch_geometric's convolutions, in the caller's edge order.
 
-Those that have attention call `torch_geometric.utils.softmax` by the name `softmax` of their
-module, once their edges are fixed: with self-loops replaced, or all edge types in one list.
+Convolutions with attention call `torch_geometric.utils.softmax` by the name `softmax` of their
+Python module, after self-loops were replaced or all edge types were joined to one list.
 """
 
 import sys
@@ -23,7 +23,8 @@ EDGE_ARGUMENTS = ("edge_index", "edge_index_dict", "hyperedge_index")
 
 
 def attention_convolutions(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of torch_geometric that may call its softmax; none where it is not imported."""
+    """Return the model's convolutions that may call torch_geometric's softmax; empty if
+    torch_geometric is not imported."""
     if "torch_geometric.nn" not in sys.modules:
         return {}
     passing = sys.modules["torch_geometric.nn"].MessagePassing
@@ -38,7 +39,7 @@ def attention_convolutions(model: nn.Module) -> dict[str, nn.Module]:
 def softmax_replaced(
     convolutions: list[nn.Module], make: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
 ) -> Iterator[None]:
-    """In the block the convolutions call `make(softmax)`."""
+    """Make the convolutions call `make(softmax)` in the place of softmax in the block."""
     homes = {home for module in convolutions for home in _homes(module)}
     with ExitStack() as stack:
         for home in homes:
@@ -68,14 +69,14 @@ def _softmax_patched(home: str) -> AbstractContextManager[Any]:
 def watch_convolutions(
     convolutions: dict[str, nn.Module], note: Callable[[EdgeCall], None]
 ) -> Iterator[None]:
-    """In the block `note` is told each attention of these convolutions.
+    """Call `note` with each attention of these convolutions in the block.
 
-    Their output is not changed. `EdgeCall.seen_in` is what the softmax gave, in the caller's order,
-    through which the output is computed.
+    Their output does not change. `EdgeCall.seen_in` is the result of the softmax in the caller's
+    order, from which the output is computed.
     """
 
     def innermost() -> _Run | None:
-        """Of this watch, where it is open."""
+        """Return the innermost run of this watch."""
         return next((run for run in reversed(_runs.get()) if run.watch is watched), None)
 
     def enter(module: nn.Module, args: tuple, kwargs: dict, *, name: str) -> None:
@@ -121,7 +122,7 @@ def watch_convolutions(
 
 
 class _Run:
-    """One forward of one convolution: the edges it was given, and those it goes along."""
+    """One forward of one convolution: the caller's edges, and the edges that it uses."""
 
     def __init__(
         self, watch: object, name: str, module: nn.Module, arguments: dict[str, Any]
@@ -140,7 +141,7 @@ class _Run:
         self.passes += 1
 
     def calls_of(self, weights: Tensor) -> tuple[list[EdgeCall], Tensor]:
-        """The calls whose weights these are, and the weights again, computed through theirs."""
+        """Return the calls with these weights, and the weights again, computed from the calls'."""
         given = {kind: self._source_target(edges) for kind, edges in self.given.items()}
         if None in given:
             kinds = [None]
@@ -185,8 +186,8 @@ class _Run:
         return calls, result.view(weights.shape)
 
     def _source_target(self, edges: Any) -> Tensor:
-        """Edges as messages flow, from row 0 to row 1, of what PyG takes as edges."""
-        if hasattr(edges, "coo"):  # torch_sparse.SparseTensor, of the transpose
+        """Return edges in any form of PyG's as [2, edges], with messages from row 0 to row 1."""
+        if hasattr(edges, "coo"):  # torch_sparse.SparseTensor, which holds the transpose
             row, column, _ = edges.coo()
             return torch.stack([column, row])
         if edges.layout is not torch.strided:
@@ -196,7 +197,7 @@ class _Run:
         return edges.flip(0) if getattr(self.module, "flow", "") == "target_to_source" else edges
 
     def _num_nodes(self, kind: Any, edge_index: Tensor) -> tuple[int, int]:
-        """Sources and targets."""
+        """Return the numbers of sources and targets."""
         nodes = self.nodes
         if isinstance(nodes, dict):
             nodes = (nodes[kind[0]], nodes[kind[2]])
@@ -213,11 +214,11 @@ _runs: ContextVar[tuple[_Run, ...]] = ContextVar("runs of convolutions", default
 
 
 def callers_places(used: Tensor, given: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The caller's edges with the loops that a layer added last, and where the layer's edges are
-    among them; None: they are the caller's.
+    """Return the caller's edges followed by the self-loops that a layer added, and the index there
+    of each of the layer's edges; None if the layer uses the caller's edges.
 
-    A layer that adds self-loops replaces those it is given: these are then no place of any.
-    An edge given several times is taken in its order.
+    A layer that adds self-loops replaces the caller's, which then have no edge of the layer.
+    Repeated edges are matched in their order.
 
     Args:
         used: [2, edges of the layer].
@@ -247,7 +248,7 @@ def callers_places(used: Tensor, given: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _homes(module: nn.Module) -> list[str]:
-    """The Python modules of a convolution's class, and of those it extends, that have softmax."""
+    """Return the Python modules of a convolution's class and base classes that import softmax."""
     theirs = sys.modules["torch_geometric.utils"].softmax
     homes = dict.fromkeys(kind.__module__ for kind in type(module).__mro__)
     found = {home: getattr(sys.modules.get(home), "softmax", None) for home in homes}

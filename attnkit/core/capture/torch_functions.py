@@ -1,4 +1,4 @@
-"""Attention that is computed by torch's functions, whoever calls them."""
+"""Observation of attention that torch's functions compute, whoever calls them."""
 
 from collections.abc import Callable
 from types import FunctionType
@@ -14,7 +14,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
-from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, tell_missed, unheard
+from attnkit.core.listeners import (
+    LISTENERS,
+    Seen,
+    is_recomputed,
+    notify,
+    notify_missed,
+    without_listeners,
+)
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Causal
 
@@ -25,16 +32,17 @@ PRODUCTS = {
 }  # fmt: skip
 
 
-_NUM_HEADS = 4  # its place among the arguments of `multi_head_attention_forward`
+_NUM_HEADS = 4  # the position of num_heads in the arguments of `multi_head_attention_forward`
 
 
 class FunctionTap:
-    """Tells the listeners of torch's `scaled_dot_product_attention` and
-    `multi_head_attention_forward`, and that there is attention computed without them, by a softmax
-    and a product with other activations; for `functions_handled`.
+    """Handler for `functions_handled` that notifies the listeners of torch's
+    `scaled_dot_product_attention` and `multi_head_attention_forward`, and of attention that is
+    computed without them, by a softmax and a product with other activations.
 
-    A softmax of three dimensions or more is followed through what keeps its number of elements, as
-    dropout and another shape do. Of several taps that are open the innermost tells all listeners.
+    A softmax of three dimensions or more is followed through operations that keep its number of
+    elements, such as dropout and reshaping. The innermost of several open taps notifies all
+    listeners.
     """
 
     def __init__(self) -> None:
@@ -44,17 +52,17 @@ class FunctionTap:
         if not LISTENERS.get() or is_recomputed():
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return told_product(args, kwargs)
+            return _observed_sdpa(args, kwargs)
         if func is F.multi_head_attention_forward:
-            return told_multi_head(args, kwargs)
-        with unheard() as listeners:
+            return _observed_multi_head(args, kwargs)
+        with without_listeners() as listeners:
             output = func(*args, **kwargs)
         if self._is_attention(func, args, kwargs, output):
-            tell_missed(listeners)
+            notify_missed(listeners)
         return output
 
     def _is_attention(self, func: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> bool:
-        """Whether this call of torch is a product of a softmax with other activations."""
+        """Return whether this call of torch multiplies a softmax with other activations."""
         if func in SOFTMAX:
             if isinstance(output, Tensor) and output.ndim >= 3:
                 self.weights[output] = True
@@ -76,17 +84,17 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def told_product(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """What torch's function returns, of which the listeners are told."""
-    with unheard() as listeners:
+def _observed_sdpa(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Call `scaled_dot_product_attention` and notify the listeners."""
+    with without_listeners() as listeners:
         output = F.scaled_dot_product_attention(*args, **kwargs)
         if output.is_nested:
-            tell_missed(listeners, is_nested=True)
+            notify_missed(listeners, is_nested=True)
             return output
         inputs = sdpa_inputs(*args, **kwargs)
-        # the caller goes on with a view of what is told, so that this has a gradient
+        # the caller gets a view of the observed output, which so has a gradient
         seen = output.reshape(*inputs.query.shape[:3], output.shape[-1])
-        tell(listeners, Seen("scaled_dot_product_attention", inputs, seen))
+        notify(listeners, Seen("scaled_dot_product_attention", inputs, seen))
     return seen.view(output.shape)
 
 
@@ -100,10 +108,10 @@ def sdpa_inputs(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Inputs:
-    """The arguments of torch's function as attnkit's, with four dimensions.
+    """Return the arguments of torch's function as attnkit's, with four dimensions.
 
-    Three are [batch, tokens, channels], one head, but with enable_gqa [heads, tokens, channels]; of
-    more than four those before the heads are one batch.
+    Tensors of three dimensions are [batch, tokens, channels] with one head, with enable_gqa [heads,
+    tokens, channels]. Of more than four dimensions those before the heads are joined to one batch.
     """
     ndim = max(query.ndim, key.ndim, value.ndim)
     tensors = [tensor[(None,) * (ndim - tensor.ndim)] for tensor in (query, key, value)]
@@ -133,31 +141,31 @@ def sdpa_inputs(
     )
 
 
-def told_multi_head(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """What the function returns, of whose attention the listeners are told.
+def _observed_multi_head(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Call `multi_head_attention_forward` and notify the listeners of its attention.
 
-    Without weights it calls `scaled_dot_product_attention`, with weights it multiplies itself.
+    It calls `scaled_dot_product_attention`, or multiplies itself if it returns weights.
     """
     num_heads = args[_NUM_HEADS] if len(args) > _NUM_HEADS else kwargs["num_heads"]
-    with unheard() as listeners:
+    with without_listeners() as listeners:
         with _Inside(num_heads) as inside:
             result = _body()(*args, **kwargs)
         if inside.seen is not None:
-            tell(listeners, inside.seen)
+            notify(listeners, inside.seen)
     if len(inside.factors) == 2:
-        note_kernel("math")  # of this function records see the whole alone, which did not run
+        note_kernel("math")  # records observe only the whole function, which `_body` replaces
     return result
 
 
 def _body() -> FunctionType:
-    """The function without its first lines, which would give the whole call to the open modes."""
+    """Return the function without its first lines, which would pass the call to the open modes."""
     whole: Any = F.multi_head_attention_forward
     names = {**whole.__globals__, "has_torch_function": lambda tensors: False}
     return FunctionType(whole.__code__, names, whole.__name__, whole.__defaults__)
 
 
 class _Inside(TorchFunctionMode):
-    """Sees the attention itself: torch's function, or two products."""
+    """Mode that observes the attention inside the function: torch's SDPA, or two products."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -190,12 +198,12 @@ class _Inside(TorchFunctionMode):
         return output
 
     def _by_heads(self, tensor: Tensor) -> Tensor:
-        """[batch, heads, …] of [batch · heads, …], or of one for all."""
+        """Return [batch · heads, …] as [batch, heads, …]; a first dimension of 1 broadcasts."""
         return tensor[None] if len(tensor) == 1 else tensor.unflatten(0, (-1, self.num_heads))
 
 
 class ComputedBy(TorchFunctionMode):
-    """In its block torch's `scaled_dot_product_attention` is a function with its arguments."""
+    """Mode that calls `attend` in the place of torch's `scaled_dot_product_attention`."""
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         super().__init__()

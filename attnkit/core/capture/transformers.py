@@ -1,9 +1,9 @@
-"""Attention that transformers' attention interface computes without torch's function.
+"""Observation of attention that transformers' interface computes without torch's function.
 
-Models of transformers ask `AttentionInterface` for the function that their configuration names.
-That of "sdpa" calls torch's and that of "attnkit" calls `attend`, which are seen anyway; "eager",
-"flex_attention", the flash kernels and what users register are told here. Nothing of transformers
-is imported.
+Models of transformers get the function that their configuration names from `AttentionInterface`.
+The function of "sdpa" calls torch's and that of "attnkit" calls `attend`; both are observed
+elsewhere. "eager", "flex_attention", the flash kernels and functions that users register are
+observed here. Nothing of transformers is imported.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from attnkit.core.capture.calls import AttentionCall
 from attnkit.core.check import check_inputs
 from attnkit.core.inputs import Inputs
-from attnkit.core.listeners import LISTENERS, Seen, is_recomputed, tell, tell_missed, unheard
+from attnkit.core.listeners import (
+    LISTENERS,
+    Seen,
+    is_recomputed,
+    notify,
+    notify_missed,
+    without_listeners,
+)
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.running import interface_handled
@@ -27,11 +34,11 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 def watch_interface() -> AbstractContextManager[None]:
-    """In the block the listeners are told of what transformers' interface computes."""
-    return interface_handled(_told)
+    """Notify the listeners in the block of attention that transformers' interface computes."""
+    return interface_handled(_observed)
 
 
-def _told(
+def _observed(
     name: str,
     function: Callable,
     module: nn.Module,
@@ -42,22 +49,23 @@ def _told(
     *args: Any,
     **options: Any,
 ) -> tuple:
-    """What the function returns, its output first, [batch, queries, heads, value_dim]."""
+    """Call the function, which returns [batch, queries, heads, value_dim] and more, and notify the
+    listeners."""
     given = module, query, key, value, attention_mask, *args
     is_packed = query.shape[2] == 1 and query.shape[1] != key.shape[1]
-    # with one query "sdpa" may give torch the heads as queries
+    # with one query "sdpa" may pass the heads to torch as queries
     is_torchs = name in ("sdpa", None) and not (is_packed and attention_mask is not None)
     if is_torchs or name == "attnkit" or not LISTENERS.get() or is_recomputed():
         return function(*given, **options)
-    with unheard() as listeners:
+    with without_listeners() as listeners:
         output, *rest = function(*given, **options)
         seen = output.transpose(1, 2)
         inputs = None if args else _inputs(*given, **options)
         if inputs is not None and _explains(inputs, seen):
-            tell(listeners, Seen("transformers", inputs, seen))
+            notify(listeners, Seen("transformers", inputs, seen))
             output = seen.transpose(1, 2)
         else:
-            tell_missed(listeners)
+            notify_missed(listeners)
     return output, *rest
 
 
@@ -76,7 +84,7 @@ def _inputs(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> Inputs:
-    """The arguments as they are meant; whether the function means them so the output must tell."""
+    """Return the arguments by their usual meaning; `_explains` checks it against the output."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask: Mask | Tensor | None = None
     bias = position_bias
@@ -108,7 +116,7 @@ def _inputs(
 
 
 def _explains(inputs: Inputs, output: Tensor) -> bool:
-    """Whether the output's first and last rows are A V, but of padding, whose rows are 0."""
+    """Return whether the output's first and last rows are A V; rows of padding may be 0."""
     if inputs.dropout_p:
         return True
     rows = [0, inputs.num_queries - 1]

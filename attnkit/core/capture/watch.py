@@ -1,4 +1,4 @@
-"""The attention of a model, told call by call while it runs."""
+"""Observation of the attention of a model, call by call while it runs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,25 +17,25 @@ from attnkit.core.running import RunningModules, functions_handled
 
 @contextmanager
 def watch_attention(model: nn.Module, layers: Layers = None) -> Iterator[list[Call]]:
-    """The calls of attention that run in the block, in their order, with what they were given.
+    """Collect the attention calls that run in the block, in order, with their inputs and outputs.
 
         with watch_attention(model) as calls:
             logits = model(images)
         gradients = torch.autograd.grad(logits[:, 3].sum(), [call.output for call in calls])
 
-    Seen are `attend`, so all attention of attnkit, torch's `scaled_dot_product_attention`, whoever
-    calls it, and torch_geometric's convolutions. The kernels are what they are without it. What
-    runs again in a backward pass, as with activation checkpointing, is not a further call.
+    This observes `attend`, and so all attention of attnkit, any call of torch's
+    `scaled_dot_product_attention`, and torch_geometric's convolutions. The kernels do not change. A
+    layer that runs again in a backward pass, as with activation checkpointing, is not another call.
     Compiled modules run uncompiled inside the block.
 
     Args:
         model: any module.
-        layers: which layers: positions in the order they ran, or names (`*` matches anything);
-            None for all. A layer is the module in whose forward the attention ran.
+        layers: positions in the order in which layers ran, or names (`*` matches anything); None:
+            all. A layer is the module in whose forward the attention ran.
 
     Raises:
-        ValueError: no such layer ran; the model ran no attention, or a layer asked for computes it
-            in a way that is not seen, by a softmax and a product of its own.
+        ValueError: no such layer ran; the model ran no attention; or a selected layer computes it
+            in a way that cannot be observed, by a softmax and a product of its own.
     """
     calls: list[Call] = []
 
@@ -53,21 +53,22 @@ def told_of_attention(
     choice: LayerChoice | None = None,
     served: Mapping[nn.Module, bool] | None = None,
 ) -> Iterator[RunningModules]:
-    """In the block `hear` is told the calls of attention in the model; gives the modules that run.
+    """Call `hear` with each attention call of the model in the block; yields the running modules.
 
-    It is told as they run, and of layers whose position counts from the end when the model has run.
+    `hear` is called as the layers run; for layers selected by a position from the end, after the
+    model has run.
 
     Args:
-        choice: the layers that it is told of; None: all.
-        served: modules whose attention others serve; with whether it is told nevertheless, where it
-            is that of `attend`.
+        choice: the selected layers; None: all.
+        served: modules whose attention is captured in another way, each with whether its calls of
+            `attend` are to be reported nevertheless.
 
     Raises:
         ValueError: as `watch_attention`, at the end of the model's forward or of the block.
     """
     listener = _Listener(model, hear, choice or LayerChoice(None), served or {})
     with ExitStack() as stack:
-        stack.enter_context(heard(listener, listener.running))
+        stack.enter_context(listening(listener, listener.running))
         stack.callback(model.register_forward_hook(listener.has_run).remove)
         convolutions = {
             name: module
@@ -82,9 +83,9 @@ def told_of_attention(
 
 
 @contextmanager
-def heard(listener: Listener, running: RunningModules) -> Iterator[None]:
-    """In the block the listener is told of `attend`, of torch's functions and of transformers'
-    interface, and modules are followed."""
+def listening(listener: Listener, running: RunningModules) -> Iterator[None]:
+    """Notify the listener in the block of `attend`, torch's functions and transformers' interface,
+    and follow the running modules."""
     with (
         LISTENERS.opened(listener),
         uncompiled(),
@@ -96,7 +97,7 @@ def heard(listener: Listener, running: RunningModules) -> Iterator[None]:
 
 
 class _Listener:
-    """Names the layer of each attention that ran, and tells those that are asked for."""
+    """Listener that finds the layer of each attention and passes on calls of selected layers."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class _Listener:
             self.running.keep(self.choice.ran, layer, object())
 
     def add(self, call: Call) -> None:
-        """A call of attention ran."""
+        """Note a call of attention, and pass it on once it is known to be selected."""
         self.running.keep(self.choice.ran, call.layer, object())
         if not self.waiting and self.choice.is_sure(call.layer):
             self.hear(call)
@@ -137,7 +138,7 @@ class _Listener:
             self.waiting[:] = [call for call in self.waiting if self.choice.may_have(call.layer)]
 
     def _layer(self, seen: Seen | None) -> str | None:
-        """The name of the layer; None where it is none of the model's, or served by others."""
+        """Return the layer's name; None if it is not in the model, or is captured elsewhere."""
         modules = list(self.running.modules)
         if seen is not None and seen.module is not None:
             modules.append(seen.module)
@@ -154,7 +155,11 @@ class _Listener:
             self.settle()
 
     def settle(self) -> None:
-        """The model has run: ValueError where what was asked for is not seen."""
+        """Pass on the waiting calls once the model has run.
+
+        Raises:
+            ValueError: the attention of a selected layer, or of the whole model, is not observed.
+        """
         for call in self.waiting:
             if self.choice.has(call.layer):
                 self.hear(call)

@@ -1,4 +1,4 @@
-"""The attention weights of a model's layers, collected while it runs."""
+"""Collection of the attention weights of a model's layers while it runs."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attnkit.core.capture.calls import AttentionCall, Call
 from attnkit.core.capture.layers import LayerChoice, Layers
 from attnkit.core.capture.watch import told_of_attention
-from attnkit.core.listeners import is_recomputed, unheard
+from attnkit.core.listeners import is_recomputed, without_listeners
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.running import module_name
 from attnkit.core.weights import Indices, of_edges
@@ -50,22 +50,22 @@ def capture_attention(
     and flex interfaces. For a graph the weights are [edges, heads], in the caller's order. A layer
     that runs again in the backward pass (activation checkpointing) does not count as another call.
     Compiled modules run uncompiled inside the block, because compiled code cannot be observed.
-    Other threads take part where they run in this context, as `asyncio.to_thread` does.
+    Other threads are observed if they run in this context, as `asyncio.to_thread` does.
 
     Args:
         model: any module. If your own module has a method
             `attention_weights(<arguments of forward>, rows=, heads=)`, it is called.
         layers: names (`*` matches anything), or positions among the modules that have such a
             method, as attnkit's have; if none has it, in the order they run. None for all.
-        rows: which queries, None for all. A layer may ask for fewer than all tokens: the last
-            block of a ViT with class-token pooling has row 0 only.
-        heads: which heads, None for all.
+        rows: query rows; None: all. A layer may have fewer queries than tokens: the last block of a
+            ViT with class-token pooling has row 0 only.
+        heads: heads; None: all.
 
     Raises:
-        ValueError: the model has no such layers, or no attention that can be seen. A module that
-            computes its own attention by a softmax and a product is named, if need be after the
-            run.
-        IndexError: a layer has no such row or head; the layer is named.
+        ValueError: the model has no such layers, or no attention that can be observed. The message
+            names a module that computes its own attention by a softmax and a product; this may be
+            known only after the run.
+        IndexError: a layer, named in the message, has no such row or head.
     """
     captured = AttentionWeights()
     found = {
@@ -74,13 +74,13 @@ def capture_attention(
         if callable(getattr(module, "attention_weights", None))
     }
     choice = LayerChoice(layers, list(found) if found else None)
-    if found:  # what is not even a module is refused before the model runs
+    if found:  # a name that is not even a module raises before the model runs
         choice.check([module_name(name) for name, _ in model.named_modules()])
 
     def keep(call: Call) -> None:
         running.keep(captured, call.layer, _weights(call, rows, heads))
 
-    served = {module: _is_told(module) for module in found.values()}
+    served = {module: _uses_attend(module) for module in found.values()}
     with ExitStack() as stack:
         running = stack.enter_context(told_of_attention(model, keep, choice, served))
         for name, module in found.items():
@@ -92,7 +92,7 @@ def capture_attention(
                     return
                 running.keep(choice.ran, name, object())
                 try:
-                    with torch.no_grad(), unheard():
+                    with torch.no_grad(), without_listeners():
                         weights = module.attention_weights(*args, **kwargs, rows=rows, heads=heads)
                 except IndexError as error:
                     raise IndexError(f"{name}: {error}") from None
@@ -103,8 +103,8 @@ def capture_attention(
         yield captured
 
 
-def _is_told(module: nn.Module) -> bool:
-    """Whether its method gives the weights of its `attend`, which are told anyway."""
+def _uses_attend(module: nn.Module) -> bool:
+    """Return whether the module's method returns weights of `attend`, which is observed anyway."""
     theirs = getattr(type(module), "attention_weights", None)
     return theirs is MultiHeadAttention.attention_weights
 

@@ -1,4 +1,4 @@
-"""The base of all kernels: what each can serve, when it is worthwhile, and its computation."""
+"""The base class of kernels, and the reasons and helpers that several kernels share."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,8 +25,8 @@ from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import ScaledDot
 
 TRACED_PARTS = 16
-"""About how many parts of its work a kernel does one after the other in a program of torch.compile,
-which holds the operators of each part."""
+"""About how many parts a kernel divides its work into under torch.compile, whose program contains
+the operators of every part."""
 
 NOT_EXACT = "gives bits that may depend on the batch or on threads, inside attnkit.exact()"
 
@@ -34,28 +34,28 @@ _IS_COUNTED = ContextVar("_IS_COUNTED", default=False)
 
 
 class Backend:
-    """One kernel: `unsupported_reasons(inputs)` gives its limits, calling it computes.
+    """Base class of kernels: `unsupported_reasons(inputs)` gives the limits, calling it computes.
 
-    Subclasses define `reasons` and `compute`. Reasons are generators: whether a kernel serves is
-    known at the first one, and the text of the others is never made.
+    Subclasses define `reasons` and `compute`. Reasons are generators, so that `serves` stops at the
+    first reason and the texts of the others are never made.
     """
 
     name: str
     normalizers: tuple[type[Normalizer], ...] = (Softmax,)
-    """The normalizers it computes."""
+    """The types of normalizers that it computes."""
     needs_mask = ""
-    """What mask it is for, if it is for one alone; it serves nothing without a mask."""
+    """A description of the mask that it needs; "" if it needs none."""
     has_sink = False
     """Whether it computes a sink."""
     reads_edges = False
-    """Whether it reads edges one by one, with what they carry, or as a boolean mask."""
+    """Whether it reads edges one by one, with their features, and not as a boolean mask."""
     is_exact = False
-    """Whether it keeps what `attnkit.exact` promises."""
+    """Whether it keeps the promises of `attnkit.exact`."""
     has_all_derivatives = False
-    """Whether it has derivatives of all orders, also in forward mode, or the gradient alone."""
+    """Whether it has derivatives of all orders and in forward mode; otherwise only the gradient."""
 
     def unsupported_reasons(self, inputs: Inputs) -> Iterator[str]:
-        """Every reason why this kernel cannot serve the inputs; none if it can."""
+        """Yield every reason why this kernel cannot compute the inputs; nothing if it can."""
         if not isinstance(inputs.normalizer, self.normalizers):
             names = " or ".join(normalizer.__name__ for normalizer in self.normalizers)
             yield f"needs the normalizer {names}, got {inputs.normalizer}"
@@ -86,35 +86,35 @@ class Backend:
             )
 
     def serves(self, inputs: Inputs) -> bool:
-        """Whether this kernel can serve the inputs."""
+        """Return whether this kernel can compute the inputs."""
         return next(self.unsupported_reasons(inputs), None) is None
 
     def reasons(self, inputs: Inputs) -> Iterator[str]:
-        """`unsupported_reasons` other than the normalizer and what edges carry."""
+        """Yield the reasons that are particular to this kernel."""
         raise NotImplementedError
 
     def pays(self, inputs: Inputs) -> bool:
-        """Whether "auto" should take this kernel where it can serve."""
+        """Return whether "auto" should take this kernel if it can compute the inputs."""
         return True
 
     def compute(self, inputs: Inputs) -> Tensor:
-        """The attention's output, [batch, heads, queries, value_dim]."""
+        """Compute the attention's output, [batch, heads, queries, value_dim]."""
         raise NotImplementedError
 
     def share(self, inputs: Inputs) -> float | None:
-        """What it computes of queries × keys; None where that is all, or not known."""
+        """Return the share of queries × keys that it computes; None if that is all, or unknown."""
         return None
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """`compute`, noted for `record_backends`."""
+        """Call `compute`, and report it to `record_backends`."""
         output = self.compute(inputs)
         note_kernel(self.name, partial(self.share, inputs))
         return output
 
 
 def wants_more_than_gradient(tensors: Iterable[object]) -> bool:
-    """Whether forward mode goes through one of the tensors, or torch.func differentiates in a
-    derivative. Where autograd differentiates again, nobody knows yet."""
+    """Return whether one of the tensors takes part in forward mode, or torch.func takes a second
+    derivative. A second derivative by autograd cannot be known in the forward."""
     if torch.compiler.is_compiling() or (
         forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
     ):
@@ -124,17 +124,18 @@ def wants_more_than_gradient(tensors: Iterable[object]) -> bool:
 
 
 def device_reasons(inputs: Inputs, *device_types: str) -> Iterator[str]:
-    """Why a kernel that runs on these types of device cannot run where the tensors are."""
+    """Yield a reason if the tensors are not on one of these types of device."""
     device_type = inputs.query.device.type
     if device_type not in device_types:
         yield f"needs tensors on {' or '.join(device_types)}, got {device_type}"
 
 
 def dot_product_reasons(inputs: Inputs, *, needs_positive_scale: bool = True) -> Iterator[str]:
-    """Why a kernel of scaled dot products, and of nothing else, cannot compute the score.
+    """Yield the reasons why a kernel that computes scaled dot products only cannot compute the
+    score.
 
-    Fused kernels write −inf before they scale, and keep a running maximum of unscaled scores: they
-    need a positive scale.
+    Fused kernels need a positive scale, since they write −inf before they scale, and keep a running
+    maximum of unscaled scores.
     """
     score = inputs.score
     if inputs.dot_dim is None:
@@ -147,19 +148,19 @@ def dot_product_reasons(inputs: Inputs, *, needs_positive_scale: bool = True) ->
 
 
 def dropout_reasons(inputs: Inputs) -> Iterator[str]:
-    """Why a kernel without dropout refuses."""
+    """Yield a reason if there is dropout, for a kernel without it."""
     if inputs.dropout_p > 0:
         yield f"has no dropout, got dropout_p={inputs.dropout_p}"
 
 
 def bias_gradient_reasons(inputs: Inputs) -> Iterator[str]:
-    """Why a kernel that computes no gradient of the bias refuses."""
+    """Yield a reason if the bias needs a gradient, for a kernel that computes none."""
     if inputs.bias is not None and inputs.bias.requires_grad:
         yield "has no gradient for the bias, which requires one"
 
 
 def exact_reasons(inputs: Inputs) -> Iterator[str]:
-    """Why a kernel that is exact refuses inside `attnkit.exact`."""
+    """Yield the reasons why an exact kernel cannot compute the inputs inside `attnkit.exact`."""
     score = inputs.score
     if torch.compiler.is_compiling():
         yield "cannot be exact in a compiled program; call it uncompiled inside attnkit.exact()"
@@ -177,13 +178,13 @@ def exact_reasons(inputs: Inputs) -> Iterator[str]:
 
 
 def functorch_reasons() -> Iterator[str]:
-    """Why a kernel with a backward of its own refuses inside of torch.func's transforms."""
+    """Yield a reason inside torch.func's transforms, for a kernel with a backward of its own."""
     if torch._C._are_functorch_transforms_active():
         yield "does not support torch.func"
 
 
 def empty_reasons(inputs: Inputs) -> Iterator[str]:
-    """Why a kernel that needs something to compute refuses empty inputs."""
+    """Yield a reason if a tensor is empty, for a kernel that does not support this."""
     if inputs.is_empty:
         yield (
             f"needs sizes above zero, got query {list(inputs.query.shape)}, "
@@ -192,8 +193,8 @@ def empty_reasons(inputs: Inputs) -> Iterator[str]:
 
 
 def unwritten(mask: Mask | None, named: Mapping[str, Tensor]) -> Callable[[], None]:
-    """For a backward that reads the mask and these tensors again: a function that raises
-    RuntimeError where they were written to since, as far as torch counts that."""
+    """Return a function that raises RuntimeError if the mask or a named tensor was written to
+    since, as far as torch counts writes; for a backward that reads them again."""
     if torch.compiler.is_compiling():
         return lambda: None
     read = [("mask", tensor) for tensor in tensors_within(mask)] + list(named.items())
@@ -211,47 +212,48 @@ def unwritten(mask: Mask | None, named: Mapping[str, Tensor]) -> Callable[[], No
 
 
 def with_channels(tensor: Tensor, size: int) -> Tensor:
-    """The tensor with zeros after its channels, up to that many; itself where none are missing."""
+    """Return the tensor padded with zeros to `size` channels; the tensor itself if it has them."""
     missing = size - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def channels_in_order(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, with its channels beside each other."""
+    """Return the tensor, or a copy, with contiguous channels."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def first_channels(tensor: Tensor, size: int) -> Tensor:
-    """The first channels; the tensor itself if it has no more: a slice copies the gradient."""
+    """Return the first `size` channels; the tensor itself if it has no more, because the backward
+    of a slice copies the gradient."""
     return tensor if tensor.shape[-1] == size else tensor[..., :size]
 
 
 def multiple_of_8(size: int) -> int:
-    """The next one: what fused kernels read at once."""
+    """Return the next multiple of 8, the number of channels that fused kernels read at once."""
     return -(-size // 8) * 8
 
 
 def are_known(*sizes: int) -> bool:
-    """Whether these are numbers, and none stands for any number in an exported program, which then
-    must not depend on how large it is."""
+    """Return whether the sizes are known numbers. A symbolic size of an exported program is not,
+    and the program must not depend on its value."""
     return not torch.compiler.is_exporting() or all(map(has_static_value, sizes))
 
 
 def add_sink_(output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Add a sink [..., 1, 1] to the softmax of a fused kernel, by its log-sum-exps [..., rows, 1]:
+    """Add a sink [..., 1, 1] to the softmax of a fused kernel, by its log-sum-exps [..., rows, 1].
 
         lse' = log(e^lse + e^sink),   output' = output · e^(lse − lse') = output · σ(lse − sink)
 
-    Writes output' over the output and returns lse'. A fused backward that is given these in the
-    place of its own gives exactly the gradients of query, key and value.
+    Writes output' over the output and returns lse'. A fused backward that is given output' and lse'
+    in the place of its own computes exactly the gradients of query, key and value.
     """
     output.mul_(torch.sigmoid(lse - sink))
     return torch.logaddexp(lse, sink)
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, *pairs: tuple[Tensor, Tensor | None]) -> Tensor:
-    """−Σ_i e^(sink − lse'_i) (gradient_i · output'_i), for outputs' with their gradients, of which
-    None is 0."""
+    """Compute −Σ_i e^(sink − lse'_i) (gradient_i · output'_i), summed over the pairs of an output'
+    and its gradient; None is a gradient of 0."""
     products = [
         (output * gradient).sum(dim=-1, keepdim=True, dtype=lse.dtype)
         for output, gradient in pairs
@@ -261,9 +263,9 @@ def sink_gradient(sink: Tensor, lse: Tensor, *pairs: tuple[Tensor, Tensor | None
     return -(share * sum(products)).sum_to_size(sink.shape)
 
 
-def name_what_has_a_second_derivative(output: Tensor, backend: str) -> None:
-    """Where a second derivative would go through a kernel of torch that has none, let the error say
-    so: a hook on the kernel's backward, which does nothing but under create_graph."""
+def explain_missing_second_derivative(output: Tensor, backend: str) -> None:
+    """Make a second derivative through a kernel of torch without one raise a clear error, by a hook
+    on the kernel's backward that acts only with create_graph."""
     if torch.compiler.is_compiling() or output.grad_fn is None:
         return
     if not torch._C._are_functorch_transforms_active():
@@ -279,7 +281,7 @@ def _refusing_gradients(
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The identity on a gradient; differentiating it once more is an error."""
+    """The identity on a gradient, whose own derivative raises an error."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, backend: str) -> Tensor:
@@ -295,8 +297,8 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def refuse_second_derivative(backend: str, *tensors: Tensor | None) -> None:
-    """RuntimeError where autograd would have to differentiate a backward of ours, which it
-    cannot follow, and would silently leave that part out."""
+    """Raise RuntimeError if autograd would have to differentiate a backward of ours; it cannot, and
+    would silently leave that part out."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise RuntimeError(
             f"the backend {backend!r} has no second derivative (create_graph=True); "
@@ -306,7 +308,7 @@ def refuse_second_derivative(backend: str, *tensors: Tensor | None) -> None:
 
 @contextmanager
 def by_operators() -> Iterator[None]:
-    """In the block torch's operators compute edges, which torch can count as it cannot others."""
+    """Compute edges by torch's operators in the block, because torch cannot count other kernels."""
     token = _IS_COUNTED.set(True)
     try:
         yield
@@ -315,5 +317,5 @@ def by_operators() -> Iterator[None]:
 
 
 def computes_by_operators() -> bool:
-    """Whether this is such a block."""
+    """Return whether the code runs inside `by_operators`."""
     return _IS_COUNTED.get()

@@ -1,11 +1,12 @@
-"""Attention under any mask at the cost of what the mask allows, on the CPU.
+"""Attention under any mask on the CPU, at the cost of the part that the mask allows.
 
-The mask's plan gives steps of queries and keys. Each is a call of torch's flash kernel, without a
-mask where all keys are seen. Steps of the same queries are joined by the logarithms of their sums:
+The mask's plan gives steps of queries and keys. Each step is a call of torch's flash kernel,
+without a mask if all keys are seen. Steps of the same queries are joined by their log-sum-exps
+(lse):
 
     lse = log(e^lse₁ + e^lse₂),   output = output₁ · e^(lse₁ − lse) + output₂ · e^(lse₂ − lse)
 
-In the backward each step is given the output and lse of all, so that its gradients just add up.
+In the backward each step is given the joined output and lse, so that the gradients of steps add up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,14 +57,15 @@ from attnkit.core.operators.modes import is_plain
 from attnkit.core.operators.precision import EXACT, cast_bias, laid_out, wide
 from attnkit.core.operators.threads import TASKS_PAY, one_thread_of_torch, run_tasks
 
-PAYS = 2**22  # products query · key of a full matrix, before which nothing is planned
+PAYS = 2**22  # products of channels of a full matrix; with fewer, no plan is made
 VECTORS = 64  # numbers, a multiple of those that torch's loops compute at once
 MOST_WIDTH = 1024  # numbers of a token, in all heads and items of a call
-DEAD = -1e30  # the lse of a row that sees nothing: e^(−∞ − DEAD) is 0, and nothing is −∞ − −∞
+DEAD = -1e30  # the lse of a row that sees nothing: e^(−∞ − DEAD) is 0, and −∞ − −∞ cannot occur
 
 
 class BlockSparse(Backend):
-    """Any mask, in time linear in the blocks of queries × keys that it does not leave empty."""
+    """The kernel for any mask, in time linear in its blocks of queries × keys that are not
+    empty."""
 
     name = "block_sparse"
     has_sink = True
@@ -89,7 +91,7 @@ class BlockSparse(Backend):
             return True
         batch, num_heads, num_queries, dim = inputs.query.shape
         full = batch * num_heads * dim * num_queries * inputs.num_keys
-        if inputs.mask is None or inputs.is_causal:  # which flash computes as it is
+        if inputs.mask is None or inputs.is_causal:  # flash computes these without a tensor
             return False
         return full >= PAYS and _cost(inputs) < full
 
@@ -124,7 +126,7 @@ class BlockSparse(Backend):
 
 
 def _program_reasons(inputs: Inputs) -> Iterator[str]:
-    """Why a program cannot hold the mask, other than a grid's window."""
+    """Yield the reasons why a program cannot compute the mask, which is not a window on a grid."""
     lower, upper = None, None
     if inputs.mask is not None:
         lower, upper = inputs.mask.band(inputs.num_queries, inputs.num_keys)
@@ -137,7 +139,7 @@ def _program_reasons(inputs: Inputs) -> Iterator[str]:
 
 
 def steps_of(inputs: Inputs) -> Steps:
-    """The steps of the inputs' mask, kept with it."""
+    """Return the steps of the inputs' mask, which are kept with it."""
     mask = inputs.mask
     assert mask is not None
     width = inputs.key.shape[1] * max(inputs.query.shape[3], inputs.value.shape[3])
@@ -167,7 +169,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, inputs: Inputs
     ) -> Tensor:
         batch, num_heads, num_queries, dim = query.shape
-        # heads lie beside each other, as the output projection reads them
+        # the heads of a token are contiguous, as the output projection reads them
         output = query.new_zeros(batch, num_queries, num_heads, dim).transpose(1, 2)
         lse = query.new_full((batch, num_heads, num_queries), DEAD, dtype=wide(query.dtype))
         steps = steps_of(inputs)
@@ -191,7 +193,7 @@ class _Attention(torch.autograd.Function):
         lay = laid_out if ctx.steps.is_exact else channels_in_order
         query, key, value, gradient = map(lay, (query, key, value, gradients[0]))
         rows = query, output, lse, gradient
-        # sums of many steps: in float32 where the kernel computes in half precision
+        # many steps are summed, so the sums are in float32 even if the kernel computes in half
         totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
         tasks: list[_Function] = []
         shares = _shares(ctx.inputs, ctx.steps, (*rows, totals[0]), (key, value, *totals[1:]))
@@ -202,17 +204,17 @@ class _Attention(torch.autograd.Function):
                 else:
                     tasks.append(partial(share.backward_of_gathered, task))
         _run(tasks, query, ctx.steps)
-        of_sink = None
+        for_sink = None
         if sink is not None:
-            of_sink = sink_gradient(sink, lse[..., None], (output, gradients[0]))
-        return *(total.to(query.dtype) for total in totals), of_sink, None
+            for_sink = sink_gradient(sink, lse[..., None], (output, gradients[0]))
+        return *(total.to(query.dtype) for total in totals), for_sink, None
 
 
 _Function = Callable[[], Callable[[], None] | None]
 
 
 def _run(tasks: list[_Function], query: Tensor, steps: Steps) -> None:
-    """The tasks, in threads of our own where that pays."""
+    """Run the tasks, in threads of our own if that pays."""
     if is_plain(query) and query.numel() * query.shape[2] >= TASKS_PAY:
         run_tasks(tasks)
         return
@@ -226,8 +228,8 @@ def _run(tasks: list[_Function], query: Tensor, steps: Steps) -> None:
 def _shares(
     inputs: Inputs, steps: Steps, rows: Sequence[Tensor], keys: Sequence[Tensor]
 ) -> Iterator["_Share"]:
-    """The whole, in items and query heads that are computed together: as many heads as there are
-    key heads, or one."""
+    """Divide the work into batch items and query heads that are computed together: as many query
+    heads as key heads, or one."""
     batch, num_heads = rows[0].shape[:2]
     num_key_heads, _, dim = keys[0].shape[1:]
     groups = num_heads // num_key_heads
@@ -255,7 +257,7 @@ def _shares(
 
 @dataclass(frozen=True, eq=False)
 class _Share:
-    """Some items and heads, and what computes a step of theirs.
+    """Some batch items and heads, with methods that compute their steps.
 
     rows: query, output, lse, and in the backward the gradients of output and query, each [items,
     heads, queries, …]; keys: key and value, and in the backward their gradients.
@@ -270,8 +272,8 @@ class _Share:
     keys: tuple[Tensor, ...]
 
     def term(self, task: Task, step: Step) -> tuple[Tensor | None, Tensor | None]:
-        """What is added to the scores of a step, [items, heads, queries, keys]: 0 or −∞ where the
-        mask says so, and the bias. And which rows see nothing. None where there is nothing."""
+        """Return the term that is added to the scores of a step, [items, heads, queries, keys], the
+        bias or −∞ where the mask forbids, and which rows see nothing; each None if not needed."""
         bias, query = self.inputs.bias, self.rows[0]
         if bias is None and not step.is_masked:
             return None, None
@@ -297,7 +299,7 @@ class _Share:
         return cast_bias(bias, self.rows[0].dtype)
 
     def allowed(self, task: Task, step: Step) -> tuple[Tensor, Tensor | None]:
-        """What the mask allows in a step; and which rows see nothing, if there are such."""
+        """Return what the mask allows in a step, and which rows see nothing, None if all see."""
         name = step, self.items.start, self.heads.start
         found = self.steps.allowed.get(name)
         if found is not None:
@@ -318,12 +320,12 @@ class _Share:
         return found
 
     def indices(self) -> tuple[Tensor, Tensor]:
-        """Which batch items and which query heads it has."""
+        """Return the indices of its batch items and query heads."""
         batch, num_heads = self.inputs.query.shape[:2]
         return torch.arange(batch)[self.items], torch.arange(num_heads)[self.heads]
 
     def forward(self, task: Task) -> None:
-        """Fill output and lse at the queries of a task."""
+        """Compute output and lse of the queries of a task."""
         query, place, lse = (_taken(tensor, task.queries) for tensor in self.rows)
         key, value = (_taken(tensor, task.keys) for tensor in self.keys)
         output = place if place.dtype == lse.dtype else place.to(lse.dtype)
@@ -353,7 +355,7 @@ class _Share:
             place.copy_(output)
 
     def backward(self, task: Task, step: Step) -> Callable[[], None]:
-        """Compute the gradients of a step. Returns what adds them to the others."""
+        """Compute the gradients of a step; return a function that adds them to the totals."""
         assert isinstance(task.queries, slice)
         start = task.queries.start + step.start
         of_query, of_key, of_value = self._gradients(task, step, self.rows, start, *self.keys[:2])
@@ -371,7 +373,8 @@ class _Share:
         return add
 
     def backward_of_gathered(self, task: Task) -> Callable[[], None]:
-        """The same of all steps of a task, whose tokens are gathered once."""
+        """Compute the gradients of all steps of a task whose tokens are gathered, once for all
+        steps; return a function that adds them to the totals."""
         rows = [_taken(tensor, task.queries) for tensor in self.rows]
         keys = [_taken(tensor, task.keys) for tensor in self.keys]
         sums = [total.zero_() for total in (rows[4], keys[2], keys[3])]
@@ -394,7 +397,7 @@ class _Share:
     def _gradients(
         self, task: Task, step: Step, rows: Sequence[Tensor], start: int, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of query, key and value of a step whose first query is `start`."""
+        """Compute the gradients of query, key and value of a step whose first query is `start`."""
         query, output, lse, gradient = (tensor.narrow(2, start, step.size) for tensor in rows[:4])
         term, _ = self.term(task, step)
         return flash_cpu_backward(
@@ -412,8 +415,8 @@ class _Share:
 
 
 def _joined(lse: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Of which share the other is, and the lse of both, [..., rows]. They are filled up to whole
-    vectors, since torch computes by other code, with other last digits, what is no whole vector."""
+    """Return the share of `other` in the sum, and the lse of both, [..., rows]. They are padded to
+    whole vectors, since torch computes the rest by other code, with other last digits."""
     size = lse.shape[-1]
     lse, other = (F.pad(tensor, (0, -size % VECTORS)) for tensor in (lse, other))
     found = torch.sigmoid(other - lse), torch.logaddexp(lse, other)
@@ -425,7 +428,7 @@ def _taken(tensor: Tensor, tokens: slice | Tensor) -> Tensor:
 
 
 def _side_by_side(tensor: Tensor, runs: tuple[tuple[int, int], ...]) -> Tensor:
-    """The runs of [items, heads, tokens, dim]; of one, a view."""
+    """Concatenate the runs of [items, heads, tokens, dim]; a single run is a view."""
     if len(runs) == 1:
         return tensor.narrow(2, *runs[0])
     return torch.cat([tensor.narrow(2, *run) for run in runs], dim=2)

@@ -1,8 +1,9 @@
-"""In which steps a mask is computed: blocks of queries, each with the runs of keys that it reads.
+"""The steps in which a mask is computed: blocks of queries, each with the runs of keys that it
+reads.
 
-Large blocks read each key for many queries, small ones read fewer keys for nothing. A block of 256
-queries reads the long runs of keys that all its queries see; what is left is read by the block, or
-by its parts of 64 queries, whichever costs less.
+Large blocks read each key for many queries; small blocks read fewer keys in vain. A block of 256
+queries reads the long runs of keys that all its queries see. The other keys are read by the block,
+or by its parts of 64 queries, whichever costs less.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from attnkit.core.masks.plan import ALL, SOME, QueryBlocks
 from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
 
 LARGE, SMALL = 256, 64  # queries of a block
-LONG = 256  # keys of a run that is read without a mask
-MOST_KEYS = 1024  # of a step: what stays in the cache, and as many rows of gradients to add
-TILE = 8  # rows and columns of a tile of queries on a grid
-STEP = 2**20  # products query · key that take as long as one more step
+LONG = 256  # least keys of a run that is read without a mask
+MOST_KEYS = 1024  # keys of a step: they stay in the cache, as do their rows of gradients
+TILE = 8  # rows, and columns, of a tile of queries on a grid
+STEP = 2**20  # products of numbers that take as long as the overhead of a step
 PER_KEY = 16  # queries whose products take as long as adding up the gradients of a key
-GATHER = 8  # and as copying a key beside others
+GATHER = 8  # queries whose products take as long as copying a key beside others
 
 EVERYWHERE = Window(None, None, "top_left")
 
 Run = tuple[int, int, int]
-"""A run of keys, start and end, and the plan's answer."""
+"""A run of keys: start, end (exclusive), and the plan's answer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of the kernel: `size` queries from `start` on, and runs of keys side by side, each
-    its first key and how many."""
+    """One call of the kernel: `size` queries from `start` on, and concatenated runs of keys (first
+    key, number of keys)."""
 
     start: int
     size: int
@@ -49,25 +50,25 @@ class Step:
     num_keys: int
     is_masked: bool
     likeness: tuple[int, ...] | None = None
-    """Steps with the same have the same mask."""
+    """A key of the step's mask: steps with the same key have the same mask; None: unknown."""
     joins: bool = False
-    """Whether steps before it have read keys for some of these queries."""
+    """Whether an earlier step reads keys for some of these queries."""
     is_alone: bool = True
     """Whether no other step reads keys for any of these queries."""
 
     def overlaps(self, other: Step) -> bool:
-        """Whether they have queries in common."""
+        """Return whether the steps have queries in common."""
         return self.start < other.start + other.size and other.start < self.start + self.size
 
     def cost(self, width: int) -> int:
-        """In products of numbers; `width` is how many a token has."""
+        """Estimate the cost in products of numbers; a token has `width` numbers."""
         per_key = self.size + PER_KEY + (GATHER if len(self.runs) > 1 else 0)
         return STEP + width * self.num_keys * per_key
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """All steps of some queries; of tokens that are not neighbours, their indices."""
+    """All steps of some queries. Queries and keys are slices, or indices of tokens to gather."""
 
     queries: slice | Tensor
     keys: slice | Tensor
@@ -75,7 +76,7 @@ class Task:
 
     @classmethod
     def of(cls, queries: slice | Tensor, keys: slice | Tensor, steps: list[Step]) -> Task:
-        """The steps, those that join others marked."""
+        """Make a task of the steps, with `joins` and `is_alone` set."""
         marked = []
         for number, step in enumerate(steps):
             joins, is_joined = (
@@ -85,7 +86,7 @@ class Task:
         return cls(queries, keys, tuple(marked))
 
     def tokens(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Which tokens the queries and the keys of a step are."""
+        """Return the tokens of the queries and of the keys of a step."""
         rows = torch.arange(step.start, step.start + step.size)
         keys = torch.cat([torch.arange(first, first + size) for first, size in step.runs])
         tokens = [
@@ -97,23 +98,23 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The tasks of a batch item and a query head; None: of all."""
+    """The tasks of a batch item and a query head; None: of all items or heads."""
 
     item: int | None
     head: int | None
     tasks: tuple[Task, ...]
 
     def cost(self, width: int) -> int:
-        """In products of numbers; `width` is how many a token has."""
+        """Estimate the cost in products of numbers; a token has `width` numbers."""
         return sum(step.cost(width) for task in self.tasks for step in task.steps)
 
 
 class Steps:
-    """The steps of a mask, and what it says in them.
+    """The steps of a mask, with caches of the mask in these steps.
 
-    terms: of steps that are alike, what is added to the scores, by likeness and dtype.
-    allowed: of others what is allowed, no more bytes than the queries have in float32.
-    is_exact: whether a sequence's bits do not depend on what is computed beside it.
+    terms: the terms added to the scores, by likeness and dtype, for steps with a likeness.
+    allowed: the booleans of other steps, at most as many bytes as the queries have in float32.
+    is_exact: whether the bits of a sequence do not depend on what is computed beside it.
     """
 
     def __init__(
@@ -125,16 +126,16 @@ class Steps:
         self._left = 4 * num_queries * width
 
     def keep(self, name: object, allowed: Tensor, dead: Tensor | None) -> None:
-        """Keep what is allowed and which rows see nothing, if there is room."""
+        """Keep the booleans of a step, and which rows see nothing, if there is room."""
         if allowed.numel() <= self._left:
             self._left -= allowed.numel()
             self.allowed[name] = allowed, dead
 
 
 def lanes_of(mask: Mask, num_queries: int, num_keys: int, width: int) -> list[Lane]:
-    """The tasks of all batch items and heads; those that the plan tells apart have their own.
+    """Return the tasks of batch items and heads; one lane serves all whose plans are the same.
 
-    width: how many numbers a token has in all heads, or in one if these are told apart.
+    width: the numbers of a token in all heads, or in one head if heads have different plans.
     """
     if grid_of(mask) is not None:
         return [Lane(None, None, tuple(_strips(mask)))]
@@ -167,8 +168,8 @@ def lanes_of(mask: Mask, num_queries: int, num_keys: int, width: int) -> list[La
 
 
 def exact_lanes(mask: Mask, num_queries: int, num_keys: int, width: int) -> list[Lane]:
-    """`lanes_of` the mask, for `attnkit.exact`: each of its sequences has the steps that it has
-    alone, since bits depend on how many queries and keys a step has."""
+    """Return the lanes of a mask for `attnkit.exact`: each sequence has the same steps as alone,
+    since bits depend on the numbers of queries and keys of a step."""
     cuts, parts = _taken_apart(mask)
     if not cuts:
         return lanes_of(mask, num_queries, num_keys, width)
@@ -182,7 +183,7 @@ def exact_lanes(mask: Mask, num_queries: int, num_keys: int, width: int) -> list
         return lane.tasks
 
     def placed(query: int, key: int, size: int, num_read: int) -> Iterator[Task]:
-        """The tasks of a sequence whose first query and key are these."""
+        """Yield the tasks of a sequence whose first query and key are these."""
         for task in alone(inside, size, num_read):
             yield _moved(task, query, key, num_keys, num_read - size)
 
@@ -203,7 +204,7 @@ def exact_lanes(mask: Mask, num_queries: int, num_keys: int, width: int) -> list
         for start, stop in ((0, first), (end, num_queries)):  # queries that are padding
             for task in alone(EVERYWHERE, stop - start, end - first):
                 task = _moved(task, start, first, num_keys, None)
-                if parts:  # these read the mask itself
+                if parts:  # a step of padding evaluates the mask itself
                     steps = [replace(step, is_masked=True) for step in task.steps]
                     task = replace(task, steps=tuple(steps))
                 tasks.append(task)
@@ -212,7 +213,7 @@ def exact_lanes(mask: Mask, num_queries: int, num_keys: int, width: int) -> list
 
 
 def _real(padding: Padding, num_keys: int) -> Iterator[tuple[int, int]]:
-    """The first of each item's keys that is not padding, and the first behind these."""
+    """Yield the first key of each item that is not padding, and the end of these keys."""
     for length in padding.lengths.tolist():
         if isinstance(length, list):
             first = length.index(True) if True in length else 0
@@ -222,8 +223,8 @@ def _real(padding: Padding, num_keys: int) -> Iterator[tuple[int, int]]:
 
 
 def _moved(task: Task, query: int, key: int, num_keys: int, name: int | None) -> Task:
-    """The task so many queries and keys further. Its steps are alike with those of the same name;
-    with no others if there is none."""
+    """Return the task shifted by `query` queries and `key` keys. `name` becomes part of the
+    likeness of its steps, which None removes."""
     assert isinstance(task.queries, slice)
     steps = [
         replace(
@@ -238,7 +239,7 @@ def _moved(task: Task, query: int, key: int, num_keys: int, name: int | None) ->
 
 
 def exact_mask_reasons(inputs: Inputs) -> Iterator[str]:
-    """Why the mask cannot be computed so that the bits of an item are its own."""
+    """Yield the reasons why the mask cannot be computed with the same bits in any batch."""
     if inputs.mask is None or not has_values(inputs.query.device):
         return
     cuts, inside = _taken_apart(inputs.mask)
@@ -264,7 +265,7 @@ def exact_mask_reasons(inputs: Inputs) -> Iterator[str]:
 
 
 def _starts(real: Tensor) -> Tensor:
-    """Where runs of real keys begin."""
+    """Return where runs of real keys begin."""
     return real & ~F.pad(real, (1, 0))[:, :-1]
 
 
@@ -277,20 +278,20 @@ def _leaves(mask: Mask) -> Iterator[Mask]:
 
 
 def _taken_apart(mask: Mask) -> tuple[list[Packed | Padding], list[Mask]]:
-    """What says which sequences there are, and the masks within them."""
+    """Return the masks that divide tokens into sequences or hide padding, and the other masks."""
     cuts = [part for part in mask.parts if isinstance(part, Packed | Padding)]
     return cuts, [part for part in mask.parts if part not in cuts]
 
 
 def grid_of(mask: Mask | None) -> Window2d | None:
-    """The 2-D window among the masks."""
+    """Return the 2-D window among the mask's parts; None without one."""
     parts = () if mask is None else mask.parts
     return next((part for part in parts if isinstance(part, Window2d)), None)
 
 
 def query_blocks(mask: Mask, num_queries: int, num_keys: int, size: int) -> QueryBlocks:
-    """Blocks of about so many queries; of packed sequences, long ones begin with a block of their
-    own, and short ones share blocks."""
+    """Divide the queries into blocks of about `size`. Long packed sequences begin with a new block;
+    short ones share blocks."""
     packed = next((part for part in mask.parts if isinstance(part, Packed)), None)
     if packed is None:
         return QueryBlocks.of_size(size, num_queries, num_keys)
@@ -321,7 +322,7 @@ class _Builder:
     def task(
         self, start: int, stop: int, coarse: list[Run], parts: list[tuple[int, list[Run]]]
     ) -> Task:
-        """The steps of a block of queries, whose parts end at the queries given."""
+        """Return the cheapest steps of a block of queries; `parts` has the end and runs of each."""
         long = [run for run in coarse if run[2] == ALL and run[1] - run[0] >= LONG]
         found: list[list[Step]] = []
         for apart in ([], long) if long else ([],):
@@ -337,7 +338,7 @@ class _Builder:
         return Task.of(slice(start, stop), slice(0, self.sizes[1]), steps)
 
     def _steps(self, start: int, first: int, stop: int, runs: list[Run]) -> list[Step]:
-        """The steps of the queries `first` … `stop` − 1 of a task that begins at `start`."""
+        """Return the steps of the queries `first` … `stop` − 1 of a task that begins at `start`."""
         steps = []
         for some in _portions(runs):
             step = _step(first - start, stop - first, some)
@@ -349,7 +350,7 @@ class _Builder:
 
 
 def _without(runs: list[Run], others: list[Run]) -> list[Run]:
-    """What is left of the runs where the others are taken out."""
+    """Return the runs without the keys of the other runs."""
     for first, last, _ in others:
         left = []
         for start, end, kind in runs:
@@ -360,7 +361,7 @@ def _without(runs: list[Run], others: list[Run]) -> list[Run]:
 
 
 def _portions(runs: list[Run]) -> Iterator[list[Run]]:
-    """The runs in order, of not more than MOST_KEYS keys together."""
+    """Yield the runs in portions of at most MOST_KEYS keys, in order."""
     some: list[Run] = []
     size = 0
     for start, end, kind in runs:
@@ -377,7 +378,7 @@ def _portions(runs: list[Run]) -> Iterator[list[Run]]:
 
 
 def _step(start: int, size: int, runs: Sequence[Run]) -> Step:
-    """The step that reads these runs of keys, neighbours as one."""
+    """Return the step that reads these runs of keys; neighbouring runs are merged."""
     joined = [[*runs[0][:2]]]
     for first, end, _ in runs[1:]:
         if joined[-1][1] == first:
@@ -390,9 +391,9 @@ def _step(start: int, size: int, runs: Sequence[Run]) -> Step:
 
 
 def _strips(mask: Mask) -> Iterator[Task]:
-    """A grid's tokens in strips of columns, which are lines: a block of queries is a tile, and
-    reaches neighbouring keys of the strip. The tokens before the grid are among the keys of each
-    strip, and have a task of their own."""
+    """Yield the tasks of a grid, divided into strips of columns. The tokens of a strip are a
+    sequence, in which a block of queries is a tile and reaches neighbouring keys. The tokens before
+    the grid are keys of each strip, and have a task of their own."""
     grid = grid_of(mask)
     assert grid is not None
     before, alone = grid.num_prefix_tokens, mask is grid

@@ -1,6 +1,6 @@
-"""The kernels: what each can do, in which order they are preferred, and how they are run.
+"""The choice of a kernel: the kernels in order of preference, and the explanation of the choice.
 
-What the ledger of this machine says goes before the order (kernels/ledger.py).
+Findings in the ledger of this machine take precedence over the order (kernels/ledger.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,21 +23,21 @@ from attnkit.core.masks.plan import BlockCounts, QueryBlocks
 from attnkit.core.normalizers import DeltaRule, Hard, Linear, Normalizer, Softmax
 from attnkit.core.operators.precision import EXACT
 
-PLANNED = 64  # queries and keys of the blocks that an explanation counts
+PLANNED = 64  # queries, and keys, of the blocks that an explanation counts
 
 
 class UnsupportedError(ValueError):
-    """The requested backend cannot compute this attention; the message gives every reason."""
+    """Raised if the requested backend cannot compute an attention; the message has every reason."""
 
 
 @dataclass(eq=False)
 class Place:
-    """Where a kernel is, and for which inputs its module is loaded.
+    """The import path of a kernel, and the inputs for which its module is loaded.
 
     Args:
-        home: the module, below this package, and the class.
-        mask: the kind of mask without which "auto" never takes it; None: it needs no mask.
-        normalizer: the kind without which it serves nothing.
+        home: module and class, relative to this package.
+        mask: the type of mask without which "auto" never takes the kernel; None: it needs no mask.
+        normalizer: the type of normalizer that the kernel computes.
         kernel: the kernel once it is loaded.
     """
 
@@ -47,10 +47,10 @@ class Place:
     kernel: Backend | None = None
 
     def may_serve(self, inputs: Inputs) -> bool:
-        """Whether it is worthwhile to ask the kernel; "auto" would not take it otherwise."""
+        """Return whether "auto" may take the kernel, so that its module has to be loaded."""
         is_masked = self.mask is None or isinstance(inputs.mask, self.mask)
         if not is_masked and self.mask is Mask:
-            is_masked = bool(EXACT.get())  # exactness needs one of these, also without a mask
+            is_masked = bool(EXACT.get())  # an exact kernel is among these, also without a mask
         return is_masked and isinstance(inputs.normalizer, self.normalizer)
 
 
@@ -74,7 +74,7 @@ PLACES = {
 """The kernels in order of preference; those that read a mask's own structure come first."""
 
 BACKENDS: tuple[Backend, ...]
-"""The kernels themselves in that order. They are loaded when this is read."""
+"""The kernels in the order of `PLACES`. Reading this loads all of them."""
 
 
 def __getattr__(name: str) -> tuple[Backend, ...]:
@@ -90,7 +90,7 @@ def _kernel(name: str) -> Backend:
     return kernel
 
 
-@torch.compiler.assume_constant_result  # it runs while torch.compile traces, and is not traced
+@torch.compiler.assume_constant_result  # runs while torch.compile traces, but is not traced
 def _load(name: str) -> None:
     place = PLACES[name]
     if place.kernel is None:
@@ -99,7 +99,7 @@ def _load(name: str) -> None:
 
 
 def named_backend(name: str) -> Backend | None:
-    """The backend of that name, None for "auto"; ValueError lists the names there are."""
+    """Return the backend of that name, None for "auto"; raise ValueError for an unknown name."""
     if name == "auto":
         return None
     if name not in PLACES:
@@ -108,10 +108,12 @@ def named_backend(name: str) -> Backend | None:
 
 
 def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
-    """The named backend, whatever the ledger says of it; for "auto", the first that can serve the
-    inputs, pays and is not wrong by the ledger, or the one that the ledger knows to be faster.
+    """Return the named backend, whatever the ledger says; for "auto" the first that supports the
+    inputs, pays and is not wrong by the ledger, or one that the ledger knows to be faster.
 
-    UnsupportedError if a named one cannot, with every reason; ValueError for an unknown name.
+    Raises:
+        UnsupportedError: the named backend, or every backend, does not support the inputs.
+        ValueError: the name is unknown.
     """
     backend = named_backend(name)
     if backend is None:
@@ -132,7 +134,8 @@ def choose_backend(inputs: Inputs, name: str = "auto") -> Backend:
 
 
 def _first(inputs: Inputs, wrong: Sequence[str]) -> Backend | None:
-    """The first in order of preference that can serve, pays and is none of the wrong ones."""
+    """Return the first kernel in order of preference that supports the inputs, pays and is not
+    among the wrong ones."""
     for name, place in PLACES.items():
         if name not in wrong and place.may_serve(inputs):
             backend = _kernel(name)
@@ -143,7 +146,7 @@ def _first(inputs: Inputs, wrong: Sequence[str]) -> Backend | None:
 
 def _why_none(inputs: Inputs, wrong: Sequence[str]) -> str:
     found, where = _reasons(inputs), ""
-    if EXACT.get():  # of the others each has the one that they are not exact
+    if EXACT.get():  # all other kernels have the same reason: they are not exact
         places = {name: PLACES[name] for name in found if _kernel(name).is_exact}
         of_others = None if isinstance(inputs.mask, Edges) else Edges
         found = {n: found[n] for n, place in places.items() if place.mask is not of_others}
@@ -155,31 +158,32 @@ def _why_none(inputs: Inputs, wrong: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Per backend, in order of preference, why it cannot serve; `str()` is a table."""
+    """The reasons why backends cannot compute an attention, as a table by `str()`."""
 
     reasons: dict[str, list[str]]
+    """For each backend, in order of preference, the reasons against it; empty if there are none."""
     chosen: str | None
     """The backend that `backend="auto"` takes: the first that can and pays at these sizes, unless
     the ledger knows better. None: no backend can, and `attend` raises UnsupportedError."""
     count: Callable[[], BlockCounts] | None = None
     remarks: dict[str, str] = field(default_factory=dict)
-    """What `attnkit doctor` found on this machine: backends that "auto" leaves out because they
-    were wrong, and the one that it takes because it was measured fastest."""
+    """Findings of `attnkit doctor` on this machine: backends that "auto" skips because they were
+    wrong, and the one that it takes because it was measured fastest."""
 
     @property
     def blocks(self) -> BlockCounts | None:
-        """How many blocks of PLANNED queries × PLANNED keys the mask fills, touches and leaves
-        empty, for each batch item and head that it tells apart. It is counted when it is asked, for
-        which a mask on a GPU is read. None without a mask, or where it has no values."""
+        """The numbers of blocks of PLANNED queries × PLANNED keys that the mask fills, touches and
+        leaves empty, for each batch item and head if they differ. They are counted on access, which
+        reads a mask on a GPU. None without a mask, or while it has no values."""
         return None if self.count is None else self.count()
 
     def __str__(self) -> str:
         width = max(map(len, self.reasons))
         lines = [] if self.chosen else ["no backend can serve this attention"]
         for name, reasons in self.reasons.items():
-            said = ["chosen"] if name == self.chosen else []
-            said += [self.remarks[name]] if name in self.remarks else []
-            verdict = "; ".join(reasons) or ": ".join(said) or "can"
+            notes = ["chosen"] if name == self.chosen else []
+            notes += [self.remarks[name]] if name in self.remarks else []
+            verdict = "; ".join(reasons) or ": ".join(notes) or "can"
             lines.append(f"{name:<{width}}  {verdict}")
         blocks = self.blocks
         if blocks is not None:
@@ -193,9 +197,10 @@ def explain_backends(
     value: Annotated[Tensor, "batch kv_heads keys value_dim"],
     **options,
 ) -> Explanation:
-    """Tell which kernels can serve `attend(query, key, value, **options)`, and why others cannot.
+    """Explain which kernels can compute `attend(query, key, value, **options)`, and why others
+    cannot.
 
-    Takes all options of `attend` except `backend`, and computes nothing.
+    It takes all options of `attend` except `backend`, and computes no attention.
 
         print(attnkit.explain_backends(query, key, value, mask=attnkit.Causal(), dropout_p=0.1))
     """

@@ -1,8 +1,8 @@
-"""The delta rule in chunks: a memory that each token corrects, by matrix products.
+"""The delta rule in chunks: a memory that each token corrects, computed by matrix products.
 
-Within a chunk, what token t writes depends on what the others wrote before it. All of it solves one
-triangular system (the UT transform of Yang et al., Parallelizing Linear Transformers with the Delta
-Rule over Sequence Length, 2024), so that only chunks, not tokens, wait for each other.
+Within a chunk, the write of token t depends on the writes of the tokens before it. One triangular
+system gives all of them (the UT transform of Yang et al., Parallelizing Linear Transformers with
+the Delta Rule over Sequence Length, 2024), so that only chunks, not tokens, are sequential.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,18 +39,18 @@ def delta_rule(
 
         S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ,   output_t = S_tᵀ q_t
 
-    The plain recurrence: queries and keys are taken as they are, neither scaled nor normalized
-    (Yang et al. 2024 scale queries by 1/√head_dim). After a write with β_t = 1 and |k_t| = 1,
-    reading at k_t gives v_t. The memory stays bounded where 0 ≤ β_t |k_t|² ≤ 2. `attend` with
-    `DeltaRule(beta)` is this on silu(query) and silu(key) at unit length.
+    This is the plain recurrence: queries and keys are neither scaled nor normalized (Yang et al.
+    2024 scale queries by 1/√head_dim). After a write with β_t = 1 and |k_t| = 1, reading at k_t
+    gives v_t. The memory stays bounded where 0 ≤ β_t |k_t|² ≤ 2. `attend` with `DeltaRule(beta)`
+    applies it to silu(query) and silu(key) at unit length.
 
-    To go on where a sequence ended, token by token or many at a time, give the state back:
+    To continue a sequence, token by token or many at a time, pass the returned state:
 
         output, state = attnkit.delta_rule(query, key, value, beta)
         next_output, state = attnkit.delta_rule(next_query, next_key, next_value, next_beta, state)
 
-    Time is linear in the tokens; the backward computes the memory anew rather than keep one for
-    each chunk. Computed in float32 (float64 if the inputs are).
+    Time is linear in the tokens; the backward computes the memories of chunks again instead of
+    keeping them. It computes in float32 (float64 if the inputs are).
 
     Args:
         query, key, value: kv_heads divides heads, as in `attend`.
@@ -74,7 +74,7 @@ def delta_rule(
 
 
 class DeltaRuleKernel(Backend):
-    """`DeltaRule`, which sees the past alone, in time linear in the tokens."""
+    """The kernel for `DeltaRule`, which is causal, in time linear in the tokens."""
 
     name = "delta_rule"
     normalizers = (DeltaRule,)
@@ -121,17 +121,17 @@ def _step(
     value: Tensor,
     beta: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The output of a segment, and the memory after it."""
+    """Return the output of a segment, and the memory after it."""
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     q, k, v = (tensor.to(state.dtype) for tensor in (query, key, value))
-    # only a segment's keys and values are ever repeated
+    # keys and values are repeated here, for one segment only
     heads = features(q), *(t.repeat_interleave(groups, 1) for t in (features(k), v))
     chunked = (*heads, beta.to(state.dtype)[..., None])
     q, k, v, b = (in_chunks(tensor, size_of_chunk(chunk_size, tokens)) for tensor in chunked)
     # a chunk that meets the memory S writes u_t = β_t (v_t − Sᵀ k_t − Σ_{s<t} u_s (k_s·k_t)):
     # u = own − seen S, whose two parts need no S
     overlap = b * (k @ k.transpose(-2, -1))
-    # which reads of the overlap what is below its diagonal
+    # solve_triangular reads only the part of the overlap below its diagonal
     solved = torch.linalg.solve_triangular(
         overlap, b * torch.cat([v, k], dim=-1), upper=False, unitriangular=True
     )

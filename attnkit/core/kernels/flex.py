@@ -1,4 +1,4 @@
-"""FlexAttention: block-sparse masks on CUDA, from the plans of masks and their index functions."""
+"""Block-sparse masks on CUDA by FlexAttention, from the plans and index functions of masks."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from attnkit.core.masks.kept import has_values, is_read_quickly, kept
 from attnkit.core.masks.plan import QueryBlocks
 from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
 
-if TYPE_CHECKING:  # importing it takes as long as importing half of torch
+if TYPE_CHECKING:  # the import takes half as long as importing torch
     from torch.nn.attention.flex_attention import BlockMask
 
 
-PAYS = 2**24  # queries × keys
-MOST = 0.5  # of them, by the plan
-BLOCK = 128  # queries and keys of a block
-LISTED = 128  # places for the blocks of a row, before there are more for rows that have more
-BLOCKS_AT_ONCE = 256  # whose 2²² queries and keys are looked at together
-READ = 2**28  # queries × keys, before which looking at all is quicker than waiting for a GPU
+PAYS = 2**24  # least queries × keys
+MOST = 0.5  # largest share of queries × keys to compute, by the plan
+BLOCK = 128  # queries, and keys, of a block
+LISTED = 128  # least width of the lists of blocks of a row
+BLOCKS_AT_ONCE = 256  # blocks, or 2²² queries × keys, at which the mask is evaluated together
+READ = 2**28  # queries × keys; with fewer, evaluating all is faster than waiting for a GPU
 
 
 class Flex(Backend):
-    """torch's FlexAttention, compiled; skips the blocks that the mask leaves empty."""
+    """The kernel of torch's FlexAttention, compiled; it skips blocks that the mask leaves empty."""
 
     name = "flex"
     has_sink = True
@@ -64,7 +64,7 @@ class Flex(Backend):
         yield from dropout_reasons(inputs)
 
     def pays(self, inputs: Inputs) -> bool:
-        # before, a fused kernel with the dense mask is faster, and nothing is compiled
+        # with fewer, a fused kernel with the dense mask is faster, and needs no compilation
         if inputs.num_queries * inputs.num_keys < PAYS:
             return False
         share = self.share(inputs)
@@ -97,13 +97,13 @@ class Flex(Backend):
         output = _flex_attention(inputs, blocks)(*tensors, options)
         if sink is not None:
             output, aux = output
-            share = torch.sigmoid(aux.lse - sink[:, None])  # of which flex has the derivative
+            share = torch.sigmoid(aux.lse - sink[:, None])  # flex has the derivative of lse
             output = (output * share[..., None]).to(output.dtype)
         return first_channels(output, inputs.value.shape[3])
 
 
 def block_mask(mask: Mask, query: Tensor, num_keys: int) -> BlockMask:
-    """The mask as FlexAttention reads it, for query [batch, heads, queries, head_dim]."""
+    """Return the mask as FlexAttention reads it, for query [batch, heads, queries, head_dim]."""
     batches, heads = mask.leading
     sizes = (
         query.shape[0] if batches > 1 else None,
@@ -119,7 +119,7 @@ def block_mask(mask: Mask, query: Tensor, num_keys: int) -> BlockMask:
 def _kept(
     mask: Mask, name: str, sizes: tuple, device: torch.device, make: Callable[..., Any]
 ) -> Any:
-    """What is made of the mask, kept with it; of one without tensors, for all that are equal."""
+    """Return `make(mask, …)`, kept with the mask; for equal masks without tensors, kept once."""
     if not pytree.tree_leaves(mask):
         return _made(make, mask, device, *sizes)
     return kept(mask, name, sizes, device, partial(make, mask, device, *sizes))
@@ -127,7 +127,7 @@ def _kept(
 
 @lru_cache(maxsize=32)
 def _made(make: Callable[..., Any], *arguments: Any) -> Any:
-    with torch.inference_mode(False):  # for training too
+    with torch.inference_mode(False):  # training may read the result later
         return make(*arguments)
 
 
@@ -151,12 +151,12 @@ def _new_block_mask(
     waits = not is_read_quickly(mask, device) and num_queries * num_keys < READ
     if not has_values(device) or waits:
         return flex.create_block_mask(function, *sizes, device)
-    # create_block_mask looks at each query and key, and runs out of memory at 96,000 tokens
-    # (attention-gym 149, pytorch 151043); here queries and keys of partial blocks are looked at
+    # create_block_mask evaluates the mask at every query and key, and runs out of memory at 96,000
+    # tokens (attention-gym 149, pytorch 151043); here it is evaluated in partial blocks only
     row, column, is_full, shape, columns = _blocks(mask, *sizes)
     lane, block = np.divmod(row, shape[2])
     of_keys = lane * columns + column
-    # what has 16 bits is sorted by counting
+    # NumPy uses a radix sort for 16 bits
     order = of_keys.astype(np.min_scalar_type(prod(shape[:2]) * columns)).argsort(kind="stable")
     rows_of_keys = *shape[:2], columns
     by_queries = _listed(row, column, is_full, shape, columns)
@@ -169,9 +169,9 @@ def _new_block_mask(
 def _blocks(
     mask: Mask, batch: int | None, num_heads: int | None, num_queries: int, num_keys: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, int, int], int]:
-    """The blocks of BLOCK × BLOCK that the mask allows some of: their row, column, and whether it
-    allows all; the rows, [items, heads, query blocks], and how many columns there are. A block
-    that is cut by the end of the tokens is not full."""
+    """Return the blocks of BLOCK × BLOCK that are not empty: row, column, and whether the block is
+    full; then the shape of the rows, [items, heads, query blocks], and the number of columns. A
+    block that is cut by the end of the tokens is not full."""
     starts = QueryBlocks.of_size(BLOCK, num_queries, num_keys)
     shape = batch or 1, num_heads or 1, len(starts.start)
     row, column, is_full = mask.plan(starts).simplified().expanded(*shape).blocks(BLOCK)
@@ -181,7 +181,7 @@ def _blocks(
     if num_keys % BLOCK:
         is_full &= column < columns - 1
     if isinstance(mask, Causal | Window | Padding | Blocks):
-        return row, column, is_full, shape, columns  # whose plans are exact
+        return row, column, is_full, shape, columns  # the plans of these masks are exact
     function = _function(mask.tabulated(num_queries, num_keys), num_queries, num_keys)
     tensors = (leaf for leaf in pytree.tree_leaves(mask) if isinstance(leaf, Tensor))
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -207,10 +207,10 @@ def _listed(
     shape: tuple[int, int, int],
     num_columns: int,
 ) -> Iterator[Tensor]:
-    """Of partial and of full blocks, in order of their rows, how many each row has and their
-    columns, where blocks × blocks would be too many numbers for long sequences. Both are equally
-    wide: the kernel for few queries asks only the first. There are few widths: each is a program.
-    """
+    """Yield, for partial and then for full blocks, the number of each row's blocks and a list of
+    their columns; blocks × blocks would be too many numbers for long sequences. Both lists have the
+    same width, because the kernel for few queries reads only that of the first. Widths are rounded,
+    because each width is compiled."""
     num_rows = prod(shape)
     chosen = ~is_full, is_full
     counts = [np.bincount(row[some], minlength=num_rows) for some in chosen]
@@ -248,8 +248,8 @@ def _run(program: Callable[..., Any], *arguments: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _compiled(_: tuple) -> Callable[..., Any]:
-    """A program for these kinds of tensors: torch.compile makes eight of one function's code, and
-    raises an error at the next, which several layers with training and prediction soon are."""
+    """Return a program for these kinds of tensors. torch.compile compiles the code of one function
+    at most eight times and then raises an error; a few layers, trained and evaluated, need more."""
     code = _call_flex.__code__.replace()  # a copy
     return torch.compile(FunctionType(code, globals()), dynamic=False)
 
@@ -261,7 +261,7 @@ def _call_flex(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
 
 
 def _simple(mask: Mask | None) -> Iterator[Mask]:
-    """The masks that the mask is made of."""
+    """Yield the masks that a combination is made of."""
     if isinstance(mask, And | Or):
         for part in mask.masks:
             yield from _simple(part)

@@ -1,4 +1,4 @@
-"""Hard attention: one key for each query, drawn or the best, and the record of what was drawn."""
+"""Hard attention, one key for each query, drawn or the best, and the record of the draws."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +20,11 @@ from attnkit.core.normalizers import Hard, masked_scores, revived
 
 @dataclass(frozen=True)
 class Draw:
-    """What one call drew; 0 for a row that may look nowhere.
+    """The draws of one call; probability and entropy are 0 for a row that may look nowhere.
 
     index: the key that each query looks at; −1 for a row that may look nowhere.
-    log_probability: the logarithm of the probability it was drawn with, differentiable.
-    entropy: −Σ_j p_j log p_j of the distribution it was drawn from, in nats, differentiable.
+    log_probability: the logarithm of the probability of the draw, differentiable.
+    entropy: −Σ_j p_j log p_j of the distribution of the draw, in nats, differentiable.
     """
 
     index: Annotated[Tensor, "batch heads queries", int]
@@ -37,7 +37,7 @@ _OPEN: Opened[list[Draw]] = Opened("records of draws")
 
 @contextmanager
 def record_draws() -> Iterator[list[Draw]]:
-    """Collect, in order, what `Hard("score_function")` draws inside the `with` block.
+    """Collect, in order, the draws of `Hard("score_function")` inside the `with` block.
 
         with attnkit.record_draws() as draws:
             output = model(x)
@@ -46,9 +46,9 @@ def record_draws() -> Iterator[list[Draw]]:
         loss = loss_per_item(output).mean() - ((reward - baseline) * log_probability).mean()
 
     The second term is the score-function estimator (REINFORCE, Williams 1992): its gradient is, on
-    average, that of the expected reward; a baseline that does not depend on the draw, such as a
-    moving average of rewards, lowers its variance and leaves that average as it is. What other
-    threads and asyncio tasks draw is not collected.
+    average, that of the expected reward. A baseline that does not depend on the draw, such as a
+    moving average of rewards, lowers the variance and does not change the average. Draws of other
+    threads and asyncio tasks are not collected.
     """
     draws: list[Draw] = []
     with _OPEN.opened(draws):
@@ -56,7 +56,7 @@ def record_draws() -> Iterator[list[Draw]]:
 
 
 class HardKernel(Backend):
-    """`Hard`, with any score, in blocks of queries: the value of one key is read, not averaged."""
+    """The kernel for `Hard` with any score, in blocks of queries; it reads the value of one key."""
 
     name = "hard"
     normalizers = (Hard,)
@@ -68,7 +68,7 @@ class HardKernel(Backend):
     def compute(self, inputs: Inputs) -> Tensor:
         assert isinstance(inputs.normalizer, Hard)
         by_score_function = inputs.normalizer.estimator == "score_function"
-        # a backward pass is running: activation checkpointing runs the forward again
+        # during a backward pass it is activation checkpointing that runs the forward again
         again = by_score_function and torch._C._current_graph_task_id() != -1
         if again and not _is_recomputed_with_its_graph():
             raise RuntimeError(
@@ -85,20 +85,20 @@ class HardKernel(Backend):
         if inputs.num_keys == 0:
             inputs = _with_a_hidden_key(inputs)
         output, *draw = in_blocks(inputs, partial(_pick, recorded=recorded))
-        if recorded and not again:  # the draws are the same
+        if recorded and not again:  # the second run repeats the same draws
             for draws in _OPEN.get():
                 draws.append(Draw(*draw))
         return output.to(inputs.query.dtype)
 
 
 def _is_recomputed_with_its_graph() -> bool:
-    """Whether the backward that runs recomputes for the graph of the forward, as checkpoint does
-    with use_reentrant=False, by hooks on the tensors that are saved."""
+    """Return whether a running recomputation serves the graph of the forward, as checkpoint does
+    with use_reentrant=False, by hooks on saved tensors."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _with_a_hidden_key(inputs: Inputs) -> Inputs:
-    """A hidden extra key where there are none, so that a largest score exists."""
+    """Return inputs without keys with one hidden key, so that a largest score exists."""
     key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (inputs.key, inputs.value))
     nobody = Dense(torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=key.device))
     return replace(inputs, key=key, value=value, mask=nobody, bias=None)
@@ -124,7 +124,7 @@ def _pick(block: Inputs, allowed: Tensor | None, *, recorded: bool) -> tuple[Ten
     output = block.value.gather(2, index.expand(-1, -1, -1, block.value.shape[3]))
     if block.normalizer.estimator == "straight_through":
         soft = noisy.softmax(dim=-1)
-        # exactly 0, with the gradient of the soft weights
+        # adds exactly 0, with the gradient of the soft weights
         output = output + (soft - soft.detach()) @ block.value.detach()
     output = (output * F.dropout(torch.ones_like(output[..., :1]), block.dropout_p)).masked_fill(
         dead, 0.0
@@ -132,7 +132,7 @@ def _pick(block: Inputs, allowed: Tensor | None, *, recorded: bool) -> tuple[Ten
     if not recorded:
         return (output,)
     log_p = scores.log_softmax(dim=-1)
-    # −∞ · 0 of keys that are masked is 0
+    # −∞ · 0 of masked keys counts as 0
     entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(dim=-1)
     dead = dead.squeeze(-1)
     return (

@@ -1,6 +1,6 @@
-"""The ledger: what was found and measured of the kernels on this machine, which "auto" obeys.
+"""The ledger of findings and times of the kernels on this machine, which "auto" obeys.
 
-`python -m attnkit doctor` writes it, one JSON file in the user's cache folder:
+`python -m attnkit doctor` writes it as one JSON file in the user's cache folder:
 
     {"attnkit ledger": 1, "machines": {"<device, versions>": {
         "found": [{"kernel": "flash", "kind": ["Causal", "float32"], "what": "causality",
@@ -8,16 +8,16 @@
         "times": [{"kind": ["float32"], "size": [256, 1024, 1024, 1024, 2],
                    "seconds": {"flash": 0.0012, "math": 0.0031}, "date": "2026-11-26"}]}}}
 
-The kind of an attention is the set of what it is made of (`kind_of`). **A finding holds for every
-attention whose kind contains the finding's**, at all sizes: what is wrong for {Causal, float32} is
-left out for a causal mask beside padding too, not in bfloat16. **Times hold for the same kind and
-size** (`size_of`) and for nothing else, and never in compiled programs, which compute otherwise.
-What stands there of other devices, or of other versions of attnkit, torch and compilers, does not
-count.
+The kind of an attention is the set of its features (`kind_of`). **A finding holds for every
+attention whose kind contains the finding's**, at all sizes: a kernel that is wrong for {Causal,
+float32} is also skipped for a causal mask with padding, but not in bfloat16. **Times hold for the
+same kind and size** (`size_of`) only, and never in compiled programs, which compute differently.
+Entries of other devices, or of other versions of attnkit, torch and compilers, are ignored.
 
-The file is read once in a process, when the first kernel is chosen. ATTNKIT_LEDGER in the
-environment is another file, or `off`. A compiled program keeps the kernels that were chosen when it
-was traced, and an exported one, which is for other machines, never depends on the ledger.
+The file is read once in a process, when the first kernel is chosen. The environment variable
+ATTNKIT_LEDGER names another file, or is `off`. A compiled program keeps the kernels that were
+chosen when it was traced. An exported program, which may run on other machines, never depends on
+the ledger.
 """
 
 import os
@@ -41,7 +41,7 @@ from attnkit.core.scores.kinds import ScaledDot
 
 VARIABLE = "ATTNKIT_LEDGER"
 FORMAT = 1
-MARGIN = 1.05  # how many times faster another kernel must be: less is noise
+MARGIN = 1.05  # by this factor another kernel must be faster: less is noise
 PLAIN = frozenset({"float32"}), frozenset({"float32", "gradient"})
 
 Kind = frozenset[str]
@@ -49,7 +49,7 @@ Size = tuple[int, ...]
 
 
 class LedgerError(RuntimeError):
-    """The ledger cannot be written; the message says why, and what to do."""
+    """Raised if the ledger cannot be written; the message says why, and what to do."""
 
 
 def _today() -> str:
@@ -58,12 +58,13 @@ def _today() -> str:
 
 @dataclass(frozen=True)
 class Wrong:
-    """What a kernel was found to do wrong.
+    """A finding that a kernel is wrong.
 
     Args:
-        kind: of the attentions for which it is left out.
-        what: the property that it lacks, "causality".
-        seen: one sentence, "output 5 sees key 9".
+        kernel: the name of the kernel.
+        kind: the kind of attention for which it is skipped.
+        what: the property that it lacks, such as "causality".
+        seen: the observation in one sentence, such as "output 5 sees key 9".
     """
 
     kernel: str
@@ -88,7 +89,7 @@ class Timed:
     date: str = field(default_factory=_today)
 
     def faster_than(self, kernel: str) -> list[str]:
-        """The kernels that were clearly faster, the fastest first; none if it was not measured."""
+        """Return the clearly faster kernels, the fastest first; none if it was not measured."""
         most = self.seconds.get(kernel, 0.0) / MARGIN
         return sorted(
             (name for name in self.seconds if self.seconds[name] < most),
@@ -96,27 +97,27 @@ class Timed:
         )
 
     def fastest(self, kernel: str, other: str) -> str:
-        """Why a kernel is taken in place of another."""
+        """Return a text that says why a kernel is taken in place of another."""
         mine, its = (f"{1e3 * self.seconds[name]:.3g} ms" for name in (kernel, other))
         return f"measured fastest here on {self.date}, {mine} against {its} ({other})"
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the ledger says of one device."""
+    """The ledger's entries of one device."""
 
     found: tuple[Wrong, ...] = ()
     times: Mapping[tuple[Kind, Size], Timed] = field(default_factory=dict)
 
     @property
     def date(self) -> str | None:
-        """Of the last entry."""
+        """The date of the last entry; None without entries."""
         dates = [wrong.date for wrong in self.found] + [timed.date for timed in self.times.values()]
         return max(dates, default=None)
 
     def wrong(self, kind: Kind) -> dict[str, Wrong]:
-        """By its name, each kernel that is left out for attention of a kind. The reference is the
-        definition, and never is."""
+        """Return the findings of kernels to skip for a kind of attention, by the kernel's name. The
+        reference is the definition and is never skipped."""
         found = (wrong for wrong in self.found if wrong.kind <= kind)
         return {wrong.kernel: wrong for wrong in found if wrong.kernel != "reference"}
 
@@ -128,13 +129,13 @@ _machines: dict[str, Known] | None = None  # None: not read yet
 _devices: dict[torch.device, Known] = {}
 _is_silent = False
 keeps_plain_flash = False
-"""Whether it is known that nothing speaks against flash for plain attention on the CPU."""
+"""Whether the ledger was read and has nothing against flash for plain attention on the CPU."""
 
 
 def kind_of(inputs: Inputs) -> Kind:
-    """What an attention is made of: its dtype, the classes of its mask's parts, and of a score and
-    a normalizer that are not the usual ones; "bias", "grouped", "dropout", "sink", "softcap",
-    "edge_features"; and "gradient" where one is wanted."""
+    """Return the features of an attention: its dtype, the classes of its mask's parts, those of a
+    score and a normalizer that are not the usual ones; "bias", "grouped", "dropout", "sink",
+    "softcap", "edge_features"; and "gradient" if one is needed."""
     features = [str(inputs.query.dtype).removeprefix("torch.")]
     features += [type(mask).__name__ for mask in inputs.masks]
     for choice, usual in ((inputs.score, ScaledDot), (inputs.normalizer, Softmax)):
@@ -161,11 +162,12 @@ def kind_of(inputs: Inputs) -> Kind:
 
 
 def size_of(inputs: Inputs) -> Size | None:
-    """The numbers of a token in all items and heads, rounded up to a power of 4; to powers of 2,
-    the queries, the keys, and about how many of them a query sees; and the threads on the CPU.
+    """Return the rounded size of an attention: the numbers of a token in all items and heads,
+    rounded up to a power of 4; the queries, the keys, and about how many of them a query sees,
+    rounded up to powers of 2; and the number of threads on the CPU.
 
-    None where that does not tell how much there is to compute: under masks other than `Causal`,
-    `Window`, `Packed` and `Edges`, and in programs.
+    None if that does not determine the amount of work: for masks other than `Causal`, `Window`,
+    `Packed` and `Edges`, and in compiled programs.
     """
     batch, num_heads, num_queries, head_dim = inputs.query.shape
     seen = num_keys = inputs.num_keys
@@ -188,7 +190,7 @@ def size_of(inputs: Inputs) -> Size | None:
 
 
 def about(inputs: Inputs) -> tuple[tuple[str, ...], Timed | None]:
-    """The kernels that were found wrong for an attention, and its times if there are any."""
+    """Return the kernels that were found wrong for an attention, and its times if there are any."""
     device = inputs.query.device
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() or not _speaks_of(str(device)):
@@ -205,7 +207,7 @@ def about(inputs: Inputs) -> tuple[tuple[str, ...], Timed | None]:
     return wrong, None if size is None else known.times.get((kind, size))
 
 
-# These two run while torch.compile traces, and are not traced.
+# The next two functions run while torch.compile traces, but are not traced.
 @torch.compiler.assume_constant_result
 def _speaks_of(device: str) -> bool:
     return bool(known_of(device).found)
@@ -217,7 +219,7 @@ def _wrong_in_program(device: str, kind: Kind) -> tuple[str, ...]:
 
 
 def leaves_plain_flash() -> bool:
-    """`keeps_plain_flash`, after the ledger was read."""
+    """Read the ledger if need be, and return `keeps_plain_flash`."""
     global keeps_plain_flash
     with _lock:
         known = known_of("cpu")
@@ -229,7 +231,7 @@ def leaves_plain_flash() -> bool:
 
 
 def known_of(device: torch.device | str) -> Known:
-    """What the ledger says of a device; nothing without a ledger."""
+    """Return the ledger's entries of a device; no entries without a ledger."""
     global _machines, _is_silent
     device = torch.device(device)
     known = _devices.get(device)
@@ -244,7 +246,7 @@ def known_of(device: torch.device | str) -> Known:
 
 
 def reload() -> None:
-    """The file is read again when the next kernel is chosen."""
+    """Make the file be read again when the next kernel is chosen."""
     global _machines, _is_silent, keeps_plain_flash
     with _lock:
         _machines, _is_silent, keeps_plain_flash = None, False, False
@@ -252,7 +254,7 @@ def reload() -> None:
 
 
 def path() -> Path | None:
-    """The ledger's file, be it there or not; None where there is none to be."""
+    """Return the path of the ledger, whether it exists or not; None if the ledger is off."""
     given = os.environ.get(VARIABLE, "")
     if given.lower() == "off":
         return None
@@ -260,12 +262,12 @@ def path() -> Path | None:
 
     try:
         return Path(given).expanduser() if given else cache_folder() / "ledger.json"
-    except RuntimeError:  # nobody's home is known
+    except RuntimeError:  # the home folder is unknown
         return None
 
 
 def machine(device: torch.device | str) -> str:
-    """What a device's findings and times belong to: its name, and all versions that matter."""
+    """Return the key of a device's entries: its name, and all versions that matter."""
     from importlib import metadata
 
     device = torch.device(device)
@@ -298,18 +300,19 @@ def record(
     found: Iterable[Wrong] = (),
     times: Iterable[Timed] = (),
 ) -> Path:
-    """Write down what was found and measured on a device, and obey it from now on.
+    """Write findings and times of a device to the ledger, and obey them from now on.
 
     Args:
-        checked: the kernels, each with a kind, that were looked at: older findings about them go.
-        found: what was wrong, of these or of others.
-        times: each takes the place of older ones of the same kind and size.
+        checked: pairs of a kernel and a kind that were checked; older findings about them are
+            removed.
+        found: the new findings, about these or other pairs.
+        times: the new times, which replace older ones of the same kind and size.
 
     Returns:
-        The file.
+        The path of the ledger.
 
     Raises:
-        LedgerError: it cannot be written, or what is there is no ledger; nothing is changed then.
+        LedgerError: the file cannot be written, or is not a ledger; nothing is changed then.
     """
     from attnkit.core.operators.files import alone, replacing
 
@@ -340,7 +343,7 @@ def record(
 
 
 def _read() -> dict[str, Known]:
-    """What the file says of all machines; nothing where there is none, or it is not a ledger."""
+    """Read the entries of all machines; none if there is no file, or it is not a ledger."""
     file = path()
     if file is None or not os.path.exists(file):
         return {}
@@ -370,7 +373,7 @@ def _written(machines: Mapping[str, Known]) -> bytes:
 
 
 def _parsed(file: Path) -> dict[str, Known]:
-    """ValueError, naming the file, where it is not a ledger."""
+    """Read the file; raise ValueError, which names it, if it is not a ledger."""
     import json
 
     data = file.read_bytes()

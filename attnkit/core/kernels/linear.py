@@ -1,10 +1,11 @@
-"""Linear attention in time and memory linear in the tokens: keys and values meet in a memory first.
+"""Linear attention in time and memory linear in the tokens, which sums over the keys first.
 
     output_i = φ(q_i) Σ_j φ(k_j)ᵀ v_j / φ(q_i) Σ_j φ(k_j)ᵀ
 
-The sums over the keys are one matrix of head_dim × value_dim and one vector, held side by side, for
-the vector is the sum for a value of 1. Causal attention has such a memory for each query; it is
-kept per chunk of tokens, and what the chunk itself adds is a small matrix of weights.
+The sums over the keys are a matrix of head_dim × value_dim and a vector. They are held side by side
+as one memory, since the vector is the sum for a value of 1. Causal attention has such a memory for
+each query; it is kept for each chunk of tokens, and the chunk itself adds a small matrix of
+weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,14 +27,14 @@ from attnkit.core.operators.precision import no_autocast, wide
 
 Features = Callable[[Tensor], Tensor]
 
-CHUNK = 64  # as many tokens as a head usually has dimensions: both products then cost the same
+CHUNK = 64  # tokens, as a head usually has dimensions: both products then cost the same
 
 
 class LinearKernel(Backend):
-    """`Linear`, everywhere or causal, with padded keys or without.
+    """The kernel for `Linear`, with `Causal`, `Padding` and `Packed` or without a mask.
 
-    Sums are in float32 (float64 if the inputs are), and of nothing but positive terms times
-    values: no long sum is ever the difference of two.
+    Sums are computed in float32 (float64 if the inputs are). Their terms are positive weights times
+    values, and no sum is computed as the difference of two long sums.
     """
 
     name = "linear"
@@ -64,7 +65,7 @@ class LinearKernel(Backend):
         inside = [mask for mask in inputs.masks if mask is not packed]
         mask = reduce(and_, inside) if inside else None
         lengths, key_lengths = packed.known_lengths
-        # split, whose backward is one concatenation, where each slice would fill a whole gradient
+        # the backward of split is one concatenation; each slice would fill a whole gradient
         pieces = zip(
             inputs.query.split(lengths, dim=2),
             inputs.key.split(key_lengths, dim=2),
@@ -84,7 +85,7 @@ class LinearKernel(Backend):
         size = segment_size(query, CHUNK)
         dead, prefix, aligned = _alignment(inputs)
         sizes = [prefix, aligned, inputs.num_keys - prefix - aligned]
-        # the keys that all see, those that queries at their side begin to see, and those none sees
+        # keys that all queries see, keys that are seen from their own query on, and unseen keys
         seen_by_all, at_side, _ = zip(*(t.split(sizes, 2) for t in _keys(inputs)), strict=True)
         nowhere, beside, after = query.split([dead, aligned, query.shape[2] - dead - aligned], 2)
         state = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3] + 1, dtype=dtype)
@@ -99,8 +100,8 @@ class LinearKernel(Backend):
 
 
 def _alignment(inputs: Inputs) -> tuple[int, int, int]:
-    """How many queries see nothing; how many keys are seen by all others; and how many queries
-    then see one key more each. Queries after these see as much as the last."""
+    """Return three numbers: of queries that see nothing, of keys that all other queries see, and of
+    queries that then see one key more each. Later queries see as much as the last of these."""
     if inputs.mask is None:
         return 0, inputs.num_keys, 0
     _, last = inputs.mask.band(inputs.num_queries, inputs.num_keys)
@@ -111,7 +112,7 @@ def _alignment(inputs: Inputs) -> tuple[int, int, int]:
 
 
 def _keys(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Key and value, and where some of the keys are padding, which are not."""
+    """Return key, value, and if there is padding which keys are not padding."""
     is_real = inputs.real_keys()
     return inputs.key, inputs.value, *(() if is_real is None else (is_real,))
 
@@ -133,7 +134,7 @@ def _read(features: Features, state: Tensor, query: Tensor) -> tuple[Tensor, Ten
 def _read_and_write(
     features: Features, state: Tensor, query: Tensor, key: Tensor, value: Tensor, *real: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Each query reads what was written before its chunk, and within the chunk up to itself."""
+    """Let each query read the keys before its chunk, and those of the chunk up to itself."""
     tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
     size = size_of_chunk(CHUNK, tokens)
     q, k, v = (
@@ -154,7 +155,7 @@ def _read_and_write(
 
 
 def _featured(features: Features, state: Tensor, tokens: Tensor, *real: Tensor) -> Tensor:
-    """φ in the precision of the state, 0 of a padded key."""
+    """Return φ in the precision of the state, 0 for padded keys."""
     featured = features(tokens.to(state.dtype))
     return featured.masked_fill(~real[0], 0.0) if real else featured
 

@@ -1,8 +1,8 @@
-"""Any function of attention's inputs, a block of batch items and query rows at a time.
+"""Functions of attention's inputs, computed a block of batch items and query rows at a time.
 
-Forward and backward hold the inputs, the output, their gradients and few blocks: the backward
+Forward and backward hold the inputs, the output, their gradients and a few blocks: the backward
 calls the function again for each block (Chen et al., Training Deep Nets with Sublinear Memory Cost,
-2016), with the same random numbers. What the last blocks computed is kept for it.
+2016), with the same random numbers. The graphs of the last blocks are kept for the backward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +29,14 @@ from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import ScaledDot
 
 BlockFunction = Callable[[Inputs, "Tensor | None"], tuple[Tensor, ...]]
-"""From the inputs of some batch items and query rows, and their mask, to tensors
+"""A function of the inputs of some batch items and query rows, and their mask, that returns tensors
 [batch, heads, rows, ...]."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """The keys that a block reads: runs, each its first key and how many; and whether the mask says
-    more of them."""
+    """The keys that a block reads, as runs (first key, number of keys), and whether the mask hides
+    some of them."""
 
     runs: tuple[tuple[int, int], ...]
     is_masked: bool
@@ -46,38 +46,38 @@ class Read:
         return sum(size for _, size in self.runs)
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """Those of a tensor, side by side."""
+        """Concatenate the runs of a tensor."""
         parts = [tensor.narrow(dim, start, size) for start, size in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 Sizes = tuple[list[int], list[int]]
-"""How many batch items and query rows the blocks have."""
+"""The numbers of batch items of the blocks, and of query rows."""
 
 Reads = dict[tuple[int, int], Read]
-"""What blocks read, by their first batch item and row; empty where all read all keys."""
+"""The keys of blocks, by their first batch item and row; empty if all blocks read all keys."""
 
 Graph = tuple[dict[str, Tensor], tuple[Tensor, ...]]
-"""The tensors of a block, and the function's outputs of them."""
+"""The tensors of a block, and the function's outputs for them."""
 
-LEAST_KEYS = 512  # with fewer, blocks of many items are quicker than blocks of few keys
-ROWS = 192  # of a block that reads some of the keys
-DENSE = 0.8  # of queries × keys: where so much is read, reading all is quicker
+LEAST_KEYS = 512  # with fewer, blocks of many items are faster than blocks of few keys
+ROWS = 192  # largest number of rows of a block that reads only some keys
+DENSE = 0.8  # share of queries × keys: if more is read, reading all is faster
 
-# Scores computed at once, of which a step holds several copies: 8 MB each in float32 on the CPU,
-# more would be no faster; elsewhere enough to keep a GPU busy.
+# Scores of a block, of which a step holds several copies: 8 MB each in float32 on the CPU, where
+# more would not be faster; on other devices enough to keep a GPU busy.
 BLOCK_SCORES = {"cpu": 2**21, "other": 2**24}
-KEPT = 2  # on the CPU, of how many times as many scores what was computed is kept for the backward
+KEPT = 2  # blocks on the CPU, in numbers of scores, whose graphs are kept for the backward
 
 
 def in_blocks(
     inputs: Inputs, function: BlockFunction, *, skips: bool = False
 ) -> tuple[Tensor, ...]:
-    """What the function gives for each block, concatenated.
+    """Apply the function to each block and concatenate the results.
 
     Args:
-        skips: whether a block is given only the keys that its queries may see, by the mask's plan,
-            and not all of them.
+        skips: whether a block is given only the keys that its queries may see by the mask's plan;
+            otherwise it is given all keys.
     """
     exact = in_high_precision(inputs)
     with no_autocast(inputs.query):
@@ -92,12 +92,12 @@ def in_blocks(
         tensors = _tensors(exact).values()
         if (
             torch.compiler.is_compiling()
-            # of a score of the user's, whose tensors are not known
+            # the tensors of a user's score are not known
             or type(exact.score) not in (ScaledDot, Additive)
             or has_tangent(tensors)
         ):
             return _checkpointed(function, exact, sizes, reads)
-        # Where what is saved is hooked, as by torch's checkpoints, the hooks would see each block.
+        # Hooks on saved tensors, as of torch's checkpoints, would be called for each block.
         is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         keeps = exact.query.is_cpu and torch.is_grad_enabled() and not is_hooked
         room = KEPT * BLOCK_SCORES["cpu"] if keeps else 0
@@ -105,7 +105,7 @@ def in_blocks(
 
 
 def _can_recompute(inputs: Inputs) -> bool:
-    """Whether there are blocks: sizes that are known and not 0, and the backward of autograd."""
+    """Return whether blocks are possible: sizes are known and not 0, in autograd's own mode."""
     return not (
         torch.compiler.is_exporting()
         or inputs.is_empty
@@ -115,10 +115,10 @@ def _can_recompute(inputs: Inputs) -> bool:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Each block writes its rows of the output, and adds to the gradients, where they will stay.
+    """The blocks, each of which writes its rows of the output and adds to the gradients in place.
 
-    A checkpoint of torch for each block would leave parts of gradients between the large tensors
-    of the blocks, so that a third of the memory they were taken from cannot be used again.
+    A checkpoint of torch for each block would allocate parts of gradients between the large tensors
+    of the blocks and so fragment the memory, a third of which could not be used again.
     """
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.inputs = _with(inputs, dict.fromkeys(_tensors(inputs)))
         ctx.names = tuple(_tensors(inputs))
         ctx.wanted = list(compress(ctx.names, ctx.needs_input_grad[5:]))
-        ctx.graphs = {}  # of the last blocks, which draw the last random numbers
+        ctx.graphs = {}  # of the last blocks, so that the others draw the first random numbers
         ctx.random_state = _random_state(inputs)
         outputs: tuple[Tensor, ...] = ()
         blocks = list(_blocks(inputs, sizes))
@@ -183,19 +183,19 @@ def _sums(
     gradients: tuple[Tensor | None, ...],
     graphs: dict[tuple[int, int], Graph],
 ) -> dict[str, Tensor]:
-    """The gradients of the wanted tensors, each block's added to those before; takes its graph from
-    those that were kept."""
+    """Sum the gradients of the wanted tensors over the blocks; a block's graph is taken from those
+    that were kept, or computed again."""
     tensors = _tensors(inputs)
     totals = {name: torch.zeros_like(tensors[name]) for name in wanted}
     places = _blocks(_with(inputs, tensors | totals), sizes)
     for (start, block), (_, place) in zip(_blocks(inputs, sizes), places, strict=True):
         graph = graphs.pop(start, None)
         cut, outputs = graph or _graph(function, *_read(block, start, inputs, reads), wanted)
-        of_outputs = [
+        output_gradients = [
             None if gradient is None else _place(gradient, start, output)
             for gradient, output in zip(gradients, outputs, strict=True)
         ]
-        found = _derivatives(outputs, cut, wanted, of_outputs)
+        found = _derivatives(outputs, cut, wanted, output_gradients)
         for name, total in _tensors(place).items():
             if name in found:
                 _add(name, total, found[name], reads.get(start))
@@ -205,7 +205,7 @@ def _sums(
 def _graph(
     function: BlockFunction, block: Inputs, allowed: Tensor | None, wanted: list[str]
 ) -> Graph:
-    """What the function gives for a block, with the graph to the wanted of its tensors alone."""
+    """Apply the function to a block, with a graph that ends at the wanted tensors of the block."""
     cut = {name: tensor.detach() for name, tensor in _tensors(block).items()}
     for name in wanted:
         cut[name].requires_grad_()
@@ -220,7 +220,7 @@ def _derivatives(
     gradients: Sequence[Tensor | None],
     create_graph: bool = False,
 ) -> dict[str, Tensor]:
-    """By the wanted tensors, from those by the outputs; without the ones that are 0."""
+    """Compute the gradients by the wanted tensors from those by the outputs; zeros are left out."""
     pairs = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
@@ -242,8 +242,8 @@ def _derivatives(
 def _checkpointed(
     function: BlockFunction, inputs: Inputs, sizes: Sizes, reads: Reads
 ) -> tuple[Tensor, ...]:
-    """The same by torch's checkpoints, which find every tensor that the function reads, and whose
-    gradients have derivatives."""
+    """Apply the function to each block by torch's checkpoints, which find every tensor that the
+    function reads, and whose gradients have derivatives."""
     draws = inputs.dropout_p > 0 or inputs.normalizer.draws
     check = unwritten(inputs.mask, _tensors(inputs))
 
@@ -266,21 +266,21 @@ def _checkpointed(
 
 
 def _tensors(inputs: Inputs) -> dict[str, Tensor]:
-    """What a gradient may be asked of: the inputs' own tensors and their score's, by name."""
+    """Return the tensors of the inputs and of the score, which may have gradients, by name."""
     named = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias", "sink")}
     named |= vars(inputs.score)
     return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
 
 def _with(inputs: Inputs, tensors: dict[str, Any]) -> Inputs:
-    """The inputs with others in the place of `_tensors`."""
-    of_score = {name: value for name, value in tensors.items() if name in vars(inputs.score)}
-    others = {name: value for name, value in tensors.items() if name not in of_score}
-    return replace(inputs, **others, score=replace(inputs.score, **of_score))
+    """Return the inputs with these tensors in the place of `_tensors`."""
+    in_score = {name: value for name, value in tensors.items() if name in vars(inputs.score)}
+    others = {name: value for name, value in tensors.items() if name not in in_score}
+    return replace(inputs, **others, score=replace(inputs.score, **in_score))
 
 
 def _random_state(inputs: Inputs) -> tuple[Any, ...] | None:
-    """The random numbers' state that `_replayed` goes back to; None where none are drawn."""
+    """Return the random state that `_replayed` restores; None if no random numbers are drawn."""
     if inputs.dropout_p == 0 and not inputs.normalizer.draws:
         return None
     return inputs.query.device.type, torch.get_rng_state(), *get_device_states(inputs.query)
@@ -288,9 +288,9 @@ def _random_state(inputs: Inputs) -> tuple[Any, ...] | None:
 
 @contextmanager
 def nothing_drawn_on_error(inputs: Inputs) -> Iterator[None]:
-    """In the block random numbers may be drawn; if it raises, their state is as it was before."""
+    """Restore the random state if the block, which may draw random numbers, raises."""
     on_gpu = inputs.query.device.type == "cuda"
-    # the state of a graph that is being captured cannot be read
+    # the random state cannot be read while a CUDA graph is captured
     has_state = not on_gpu or (
         torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
     )
@@ -299,27 +299,27 @@ def nothing_drawn_on_error(inputs: Inputs) -> Iterator[None]:
         yield
     except BaseException:
         if state is not None:
-            device_type, of_cpu, devices, of_devices = state
-            torch.set_rng_state(of_cpu)
-            set_device_states(devices, of_devices, device_type=device_type)
+            device_type, cpu_state, devices, device_states = state
+            torch.set_rng_state(cpu_state)
+            set_device_states(devices, device_states, device_type=device_type)
         raise
 
 
 @contextmanager
 def _replayed(state: tuple[Any, ...] | None) -> Iterator[None]:
-    """In the block random numbers are those that were drawn from this state on."""
+    """Draw in the block the random numbers that follow this state."""
     if state is None:
         yield
         return
-    device_type, of_cpu, devices, of_devices = state
+    device_type, cpu_state, devices, device_states = state
     with torch.random.fork_rng(devices, device_type=device_type):
-        torch.set_rng_state(of_cpu)
-        set_device_states(devices, of_devices, device_type=device_type)
+        torch.set_rng_state(cpu_state)
+        set_device_states(devices, device_states, device_type=device_type)
         yield
 
 
 def _allowed(block: Inputs, start: tuple[int, int], whole: Inputs) -> Tensor | None:
-    """The mask of a block whose first batch item and row are `start`."""
+    """Return the dense mask of a block whose first batch item and row are `start`."""
     if whole.mask is None:
         return None
     batch, num_heads, num_rows, _ = block.query.shape
@@ -333,7 +333,7 @@ def _allowed(block: Inputs, start: tuple[int, int], whole: Inputs) -> Tensor | N
 
 
 def _reads(inputs: Inputs, mask: Mask, sizes: Sizes) -> tuple[Sizes, Reads]:
-    """The sizes of blocks, smaller ones where the mask leaves much out, and what they read."""
+    """Return the sizes of blocks, smaller ones if the mask leaves much out, and their keys."""
     device = inputs.query.device
     if inputs.num_keys < LEAST_KEYS or not is_read_quickly(mask, device):
         return sizes, {}
@@ -369,7 +369,7 @@ def _reads_of(
 
 
 def _union(rows: list[list[tuple[int, int, int]]]) -> Read:
-    """The keys of all runs."""
+    """Return the keys of all runs of some rows of a plan."""
     runs: list[list[int]] = []
     for start, end, _ in sorted(run for row in rows for run in row):
         if runs and start <= runs[-1][1]:
@@ -377,7 +377,7 @@ def _union(rows: list[list[tuple[int, int, int]]]) -> Read:
         else:
             runs.append([start, end])
     if not runs:
-        return Read(((0, 1),), True)  # which is masked: nothing is seen
+        return Read(((0, 1),), True)  # one key, which the mask hides
     is_masked = len(rows) > 1 or any(kind == SOME for *_, kind in rows[0])
     return Read(tuple((start, end - start) for start, end in runs), is_masked)
 
@@ -385,7 +385,7 @@ def _union(rows: list[list[tuple[int, int, int]]]) -> Read:
 def _read(
     block: Inputs, start: tuple[int, int], whole: Inputs, reads: Reads
 ) -> tuple[Inputs, Tensor | None]:
-    """The block with the keys that it reads, and the mask of these."""
+    """Return the block with the keys that it reads, and their mask."""
     read = reads.get(start)
     if read is None:
         return block, _allowed(block, start, whole)
@@ -416,7 +416,7 @@ def _num_scores(block: Inputs, read: Read | None) -> int:
 
 
 def _add(name: str, total: Tensor, found: Tensor, read: Read | None) -> None:
-    """Add the gradients of what was read to those of all."""
+    """Add the gradients of the keys that a block read to those of all keys."""
     dim = {"key": 2, "value": 2, "bias": 3}.get(name)
     if read is None or dim is None or total.shape[dim] == found.shape[dim]:
         total.add_(found)
@@ -427,19 +427,19 @@ def _add(name: str, total: Tensor, found: Tensor, read: Read | None) -> None:
 
 
 def _as_large_as(query: Tensor, block: Tensor) -> Tensor:
-    """Memory for all rows of what a block gave some of."""
+    """Return an empty tensor for all rows of an output, of which `block` has some."""
     (batch, _, rows, _), (_, num_heads, _, *sizes) = query.shape, block.shape
     return block.new_empty(batch, num_heads, rows, *sizes)
 
 
 def _place(whole: Tensor, start: tuple[int, int], block: Tensor) -> Tensor:
-    """Where a block of the outputs lies in them."""
+    """Return the view of an output in which a block lies."""
     item, row = start
     return whole[item : item + len(block), :, row : row + block.shape[2]]
 
 
 def _blocks(inputs: Inputs, sizes: Sizes) -> Iterator[tuple[tuple[int, int], Inputs]]:
-    """The blocks, each behind its first batch item and row."""
+    """Yield ((first batch item, first row), block) of each block."""
     items, rows = sizes
     first_items, first_rows = (accumulate(counts[:-1], initial=0) for counts in sizes)
     starts = product(first_items, first_rows)
@@ -449,8 +449,7 @@ def _blocks(inputs: Inputs, sizes: Sizes) -> Iterator[tuple[tuple[int, int], Inp
 
 
 def _parts(inputs: Inputs, names: Sequence[str], sizes: list[int], dim: int) -> list[Inputs]:
-    """The inputs with the named tensors split along a dimension, or as they are where they
-    broadcast."""
+    """Split the named tensors of the inputs along a dimension, except those that broadcast."""
     split: list[Sequence[Any]] = []
     for name in names:
         tensor = getattr(inputs, name)
@@ -470,7 +469,7 @@ def _join(parts: Any, dim: int) -> tuple[Tensor, ...]:
 
 
 def _block_sizes(inputs: Inputs) -> Sizes:
-    """How many batch items and how many query rows make a block."""
+    """Return the numbers of batch items and query rows of blocks that read all keys."""
     batch, num_heads, num_queries, _ = inputs.query.shape
     most = BLOCK_SCORES["cpu" if inputs.query.is_cpu else "other"]
     if torch.compiler.is_compiling():
@@ -481,5 +480,5 @@ def _block_sizes(inputs: Inputs) -> Sizes:
 
 
 def _divided(total: int, size: int) -> list[int]:
-    """Parts of this size, and what is left."""
+    """Divide the total into parts of this size and a rest."""
     return [size] * (total // size) + [total % size] * (total % size > 0)

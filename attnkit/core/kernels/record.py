@@ -1,4 +1,5 @@
-"""Which kernel really ran, per module, read from the operator that torch dispatched."""
+"""A record of the kernels that ran in each module, read from the operators that torch
+dispatched."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnkit.core.contexts import Opened, dispatch_flags_kept, uncompiled
-from attnkit.core.running import TELLING, RunningModules, functions_handled
+from attnkit.core.running import RECORDING, RunningModules, functions_handled
 
 KERNEL_OF_OPERATOR = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -21,30 +22,31 @@ KERNEL_OF_OPERATOR = {
     "aten::_scaled_dot_product_fused_attention_overrideable": "overrideable",
 }
 
-# The second is all of torch.nn.MultiheadAttention, which calls the first where we cannot see.
+# The second is the whole of torch.nn.MultiheadAttention, whose call of the first is not observable.
 ATTENTION_FUNCTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 
 
 class KernelCounts:
-    """`counts[module][kernel]`: how often each kernel ran in each module.
+    """`counts[module][kernel]`, how often each kernel ran in each module; `str()` is a table.
 
     A module is named as in `named_modules()` of the recorded model, or of the outermost module that
-    was called, so that module itself, like attention outside of any, is `""`. `str()` is a table.
+    was called. The name of that module itself, and of attention outside of any module, is `""`.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {}
         self.shares: dict[str, dict[str, float]] = {}
-        """`shares[module][kernel]`: of a kernel that leaves out what the mask does not allow, the
-        products that its last call computed, as a share of all queries × keys."""
+        """`shares[module][kernel]`: the share of queries × keys that the kernel's last call
+        computed, for kernels that skip what the mask does not allow."""
 
     def add(self, module: str, kernel: str, share: float | None = None) -> None:
+        """Count a call."""
         self.counts.setdefault(module, Counter())[kernel] += 1
         if share is not None:
             self.shares.setdefault(module, {})[kernel] = share
 
     def take_back(self, module: str, kernel: str, share: float | None) -> None:
-        """A call that was added has raised; `share` is what was there before it."""
+        """Remove a counted call that has raised; `share` is the share from before it."""
         kernels, shares = self.counts[module], self.shares.get(module, {})
         kernels[kernel] -= 1
         if share is None or not kernels[kernel]:
@@ -58,7 +60,7 @@ class KernelCounts:
                 del records[module]
 
     def total(self) -> Counter[str]:
-        """How often each kernel ran in all modules together."""
+        """Return how often each kernel ran in all modules together."""
         return sum(self.counts.values(), Counter())
 
     def __str__(self) -> str:
@@ -89,16 +91,16 @@ def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
             model(images)
         print(record)
 
-    Every call of torch's `scaled_dot_product_attention` is seen, also in modules of other
+    Every call of torch's `scaled_dot_product_attention` is counted, also in modules of other
     libraries. The kernel is the operator that torch dispatched, or `math` if it dispatched no fused
     one. `torch.nn.MultiheadAttention` does not use its fast path for evaluation, a single operator,
-    while it is watched. Modules compiled with torch.compile run uncompiled inside the block, since
-    torch cannot observe operators in compiled code; the choice of kernel is the same Python either
-    way. Other threads take part where they run in this context, as `asyncio.to_thread` does.
+    while it is observed. Modules compiled with torch.compile run uncompiled inside the block, since
+    torch cannot observe operators in compiled code; the same Python code chooses the kernel either
+    way. Other threads are recorded if they run in this context, as `asyncio.to_thread` does.
 
     Args:
-        model: the names of modules come from its `named_modules()`; None: the outermost module that
-            is called.
+        model: the model whose `named_modules()` gives the names; None: the outermost module that is
+            called.
     """
     record = KernelCounts()
     recorder = _Recorder(record, model)
@@ -111,21 +113,21 @@ def record_backends(model: nn.Module | None = None) -> Iterator[KernelCounts]:
 
 
 def note_kernel(kernel: str, share: Callable[[], float | None] | None = None) -> None:
-    """Report to open records that a kernel of attnkit runs, which is no operator of torch, and what
-    share of queries × keys it computes."""
-    # while a graph is traced nothing runs, and reading the list would make the graph depend on it
+    """Report to open records that a kernel of attnkit, which is no operator of torch, has run, and
+    the share of queries × keys that it computed."""
+    # nothing runs while a graph is traced, and reading the list would make the graph depend on it
     if not torch.compiler.is_compiling():
         for recorder in _RECORDERS.get():
             recorder.add(kernel, None if share is None else share())
 
 
 def unrecorded() -> AbstractContextManager[object]:
-    """In the block no open record counts: of a pass that is made only to look at a model."""
+    """Suspend the open records in the block; for a pass that only inspects a model."""
     return _PAUSED.opened(_RECORDERS.get())
 
 
 class _Recorder:
-    """Counts where the modules that run are."""
+    """Adds kernels to a record under the name of the running module."""
 
     def __init__(self, record: KernelCounts, model: nn.Module | None) -> None:
         self.record = record
@@ -141,18 +143,18 @@ class _Recorder:
             if has_raised:
                 self.record.take_back(module, kernel, before)
 
-        with TELLING:
+        with RECORDING:
             self.record.add(module, kernel, share)
-            self.running.told(ended)
+            self.running.on_end(ended)
 
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A function of torch; its attention is counted."""
+        """Call a function of torch; count it if it computes attention."""
         if func not in ATTENTION_FUNCTIONS:
             return func(*args, **kwargs)
         operators: list[str] = []
-        # It is counted once, also where a tap looks into it. Operators are observed in this call
-        # alone: what else is computed must not depend on whether it is recorded, and what quicker
-        # operators replace is not replaced where operators are observed.
+        # The record is paused, so that the call is counted once even if a tap looks into it.
+        # Operators are observed during this call only: faster operators are not used where
+        # operators are observed, and the rest of the model must not depend on the record.
         with (
             _PAUSED.opened((self,)),
             _OPERATORS.opened(operators),
@@ -168,18 +170,18 @@ class _Recorder:
 _RECORDERS: Opened[_Recorder] = Opened("records of kernels")
 _PAUSED: Opened[tuple[_Recorder, ...]] = Opened("paused records")
 _OPERATORS: Opened[list[str]] = Opened("operators of calls")
-"""Of the calls of torch's attention that are running, which kernels they were dispatched to."""
+"""For each running call of torch's attention the list of kernels that it was dispatched to."""
 
 
 class _OperatorMode(TorchDispatchMode):
-    """Sees which operator a call was dispatched to. It holds nothing, as `_FunctionMode`."""
+    """Observes the operator that a call was dispatched to. Like `_FunctionMode` it has no state."""
 
-    supports_higher_order_operators = True  # such as flex_attention, which are let through
+    supports_higher_order_operators = True  # such as flex_attention, which pass unobserved
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten.scaled_dot_product_attention.default:
-            # in inference mode the call arrives whole: take it apart where we can see
+            # in inference mode the call arrives undivided; its parts are dispatched to this mode
             with self:
                 return func.decompose(*args, **kwargs)
         if func.name() in KERNEL_OF_OPERATOR:

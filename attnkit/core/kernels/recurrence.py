@@ -1,6 +1,6 @@
-"""Long sequences in segments: each hands a state to the next, and the backward computes it again.
+"""Recurrences over long sequences in segments, which pass on a state; the backward recomputes them.
 
-What attention with a fixed-size memory is made of: the memory is the state, and within a segment
+Attention with a memory of fixed size uses them: the memory is the state, and within a segment
 chunks of tokens become batched matrix products.
 """
 
@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from attnkit.core.kernels.base import TRACED_PARTS, are_known
 
 Step = Callable[..., tuple[Any, Tensor]]
-"""(state, a segment of each tensor) to (what the segment gives, the next state)."""
+"""A function (state, a segment of each tensor) -> (the segment's result, the next state)."""
 
-# Numbers in one tensor of a segment: what stays in the CPU's cache; elsewhere enough to keep a GPU
+# Numbers in one tensor of a segment: few enough for the CPU's cache; elsewhere enough to keep a GPU
 # busy.
 SEGMENT_ELEMENTS = {"cpu": 2**18, "other": 2**24}
 
@@ -25,19 +25,19 @@ SEGMENT_ELEMENTS = {"cpu": 2**18, "other": 2**24}
 def scan(
     step: Step, state: Tensor, tensors: Sequence[Tensor], size: int
 ) -> tuple[list[Any], Tensor]:
-    """Take the step through segments of `size` tokens; what each gave, and the last state.
+    """Apply the step to segments of `size` tokens; return the results and the last state.
 
-    The tensors are [batch, heads, tokens, ...]. Beside them and what the steps give, one segment
-    is held, and the states between segments: the backward takes each step again (Chen et al.,
+    The tensors are [batch, heads, tokens, ...]. Beside them and the results, memory holds one
+    segment and the states between segments: the backward takes each step again (Chen et al.,
     Training Deep Nets with Sublinear Memory Cost, 2016).
     """
     tokens = tensors[0].shape[2]
     if tokens == 0:
         return [], state
-    if torch.compiler.is_exporting():  # tokens that are not counted yet are one segment
+    if torch.compiler.is_exporting():  # an unknown number of tokens is one segment
         result, state = step(state, *tensors)
         return [result], state
-    # one segment is all there is: autograd may as well hold it
+    # a single segment need not be recomputed: autograd may hold it
     recompute = torch.is_grad_enabled() and tokens > size
     results = []
     # split rather than sliced: the gradient is then one concatenation
@@ -53,7 +53,7 @@ def scan(
 
 
 def segment_size(tensor: Tensor, chunk_size: int) -> int:
-    """Tokens of a segment of tensors like this one, in whole chunks."""
+    """Return the tokens of a segment of tensors like this one, a multiple of the chunk's."""
     if torch.compiler.is_exporting():
         return chunk_size
     batch, heads, tokens, dim = tensor.shape
@@ -64,12 +64,12 @@ def segment_size(tensor: Tensor, chunk_size: int) -> int:
 
 
 def size_of_chunk(most: int, tokens: int) -> int:
-    """Tokens of a chunk; all, where an exported program does not know how many they are."""
+    """Return the tokens of a chunk; all, if an exported program does not know their number."""
     return min(most, tokens) if are_known(tokens) else tokens
 
 
 def in_chunks(tensor: Tensor, size: int) -> Tensor:
-    """[batch, heads, tokens, ...] as [batch, heads, chunks, size, ...], filled up with zeros."""
+    """Return [batch, heads, tokens, ...] as [batch, heads, chunks, size, ...], zero-padded."""
     missing = -tensor.shape[2] % size
     if missing:
         tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, missing))

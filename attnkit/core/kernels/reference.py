@@ -1,5 +1,5 @@
-"""The definition of attention, written plainly, against which every kernel is held; and the same in
-blocks of queries, so that queries × keys memory is never taken."""
+"""The definition of attention in plain code, against which every kernel is tested; and the same in
+blocks of queries, which never takes memory of queries × keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from attnkit.core.scores.kinds import Score
 
 @dataclass(frozen=True, eq=False)
 class _Definition(Score):
-    """A score that is computed by its definition alone."""
+    """A score that is computed by the definition of another score."""
 
     score: Score
 
@@ -28,11 +28,11 @@ class _Definition(Score):
 
 
 def reference_attention(inputs: Inputs) -> Tensor:
-    """output_i = Σ_j dropout(normalizer_j(score(q_i, k_j) + bias_ij)) · v_j, j where the mask
-    allows.
+    """Compute output_i = Σ_j dropout(normalizer_j(score(q_i, k_j) + bias_ij)) · v_j over the j that
+    the mask allows.
 
     With `Edges` as the mask, and softmax, the sum goes over edges, and an edge given twice counts
-    twice. Computed in float32 (float64 if the inputs are), returned in the dtype of the inputs.
+    twice. It is computed in float32 (float64 if the inputs are) and has the dtype of the inputs.
     """
     exact = in_high_precision(inputs)
     key, value = exact.repeated_heads()
@@ -60,7 +60,7 @@ def _over_edges(inputs: Inputs, edges: Edges) -> Tensor:
 
 
 def scores_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
-    """score(q_i, k_j + W_k e_ij) + b_ij + bias_ij, [batch, heads, edges]."""
+    """Compute score(q_i, k_j + W_k e_ij) + b_ij + bias_ij, [batch, heads, edges]."""
     edges.check_nodes()
     source, target = edges.edge_index
     query, key = inputs.query[:, :, target], inputs.key[:, :, source]
@@ -81,7 +81,7 @@ def scores_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
 
 
 def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
-    """softmax over the edges of each target, and the sink, of `scores_of_edges`."""
+    """Compute the softmax of `scores_of_edges` over the edges of each target, and the sink."""
     target, scores, sink = edges.edge_index[1], scores_of_edges(inputs, edges), inputs.sink
     largest = scores.new_full(inputs.query.shape[:3], -torch.inf)
     places = target.long().expand_as(scores)
@@ -96,14 +96,14 @@ def softmax_of_edges(inputs: Inputs, edges: Edges) -> Tensor:
 
 
 def _added(sums: Tensor, target: Tensor, rows: Tensor) -> Tensor:
-    """The sums [batch, heads, targets, …] with each edge's row [batch, heads, edges, …] added."""
-    # not index_add: what ONNX makes of it, ScatterND, several threads of onnxruntime add wrongly
+    """Return the sums [batch, heads, targets, …] plus each edge's row [batch, heads, edges, …]."""
+    # not index_add: ONNX exports it as ScatterND, which onnxruntime adds wrongly with threads
     places = target.long().view(-1, *(1,) * (rows.ndim - 3)).expand_as(rows)
     return sums.scatter_add(2, places, rows)
 
 
 class Reference(Backend):
-    """The definition itself: serves everything, fast at nothing."""
+    """The kernel that computes the definition itself; it supports everything and is slow."""
 
     name = "reference"
     normalizers = (Normalizer,)
@@ -129,10 +129,10 @@ class Reference(Backend):
 
 
 class Blockwise(Backend):
-    """Any score in blocks of queries; the backward computes all but a few again: no queries × keys
-    memory.
+    """The kernel for any score in blocks of queries, without memory of queries × keys: the backward
+    computes all but a few blocks again.
 
-    Computed in float32 (float64 if the inputs are).
+    It computes in float32 (float64 if the inputs are).
     """
 
     name = "blockwise"

@@ -1,9 +1,9 @@
 """The kernels of torch's scaled_dot_product_attention.
 
-On the CPU, the backward of torch's flash kernel goes through batch items and heads in parallel, and
-through the queries and keys of each by one thread: one item of one head leaves all others idle.
-Rows of attention do not depend on each other, so a part of the queries, with all keys, can be a
-batch item of its own; the gradients of keys and values are then sums over the parts.
+On the CPU, the backward of torch's flash kernel is parallel over batch items and heads only: with
+one item of one head all threads but one are idle. Rows of attention do not depend on each other, so
+a part of the queries, with all keys, can be a batch item of its own; the gradients of keys and
+values are then sums over the parts.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ from attnkit.core.kernels.base import (
     dot_product_reasons,
     dropout_reasons,
     empty_reasons,
+    explain_missing_second_derivative,
     first_channels,
     functorch_reasons,
     multiple_of_8,
-    name_what_has_a_second_derivative,
     refuse_second_derivative,
     sink_gradient,
     wants_more_than_gradient,
@@ -45,26 +45,26 @@ flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 flash_cuda_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-LEAST_QUERIES = 256  # of a part: with fewer, splitting costs what it gains
+LEAST_QUERIES = 256  # queries of a part: with fewer, splitting costs as much as it gains
 
 
 CUDNN_PAYS = 2**31
-"""Products query · key · channel. A step with fewer takes as long as the processor needs to start
-it: on an H200 0.48 ms with cuDNN, 0.16 with torch's flash."""
+"""Products of channels of queries and keys. With fewer, a step takes as long as the processor needs
+to launch it: on an H200 0.48 ms with cuDNN, 0.16 with torch's flash."""
 
 
 class Sdpa(Backend):
-    """A kernel of torch's scaled_dot_product_attention, forced by `sdpa_kernel`.
+    """Base class of the kernels of torch's scaled_dot_product_attention, forced by `sdpa_kernel`.
 
-    Subclasses declare their limits per device type; what a kernel cannot read but exact algebra
-    can give it (unequal head dimensions, grouped heads) is lowered rather than refused.
+    Subclasses declare their limits per device type. Inputs that a kernel cannot read but that exact
+    algebra can convert (unequal head dimensions, grouped heads) are converted and not refused.
     """
 
     kernel: SDPBackend
     device_types: tuple[str, ...] = ("cpu", "cuda")
     serves_grouped = True
-    # CUDA's fused kernels do not promise 0 for a row without keys; the CPU's and math do, and what
-    # ONNX makes of an exported program gives NaN
+    # CUDA's fused kernels do not promise 0 for a row without keys, and a program exported to ONNX
+    # gives NaN; the CPU's kernels and math give 0
     guards_dead_rows = False
     needs_positive_scale = True
     needs_unit_stride = True
@@ -84,23 +84,23 @@ class Sdpa(Backend):
         return iter(())
 
     def head_dims(self, inputs: Inputs) -> tuple[int, int]:
-        """The head dimensions of query/key and of value that the kernel wants, padded with 0."""
+        """Return the head dimensions of query/key and of value that the kernel needs."""
         return _dot_dim(inputs), inputs.value.shape[3]
 
     def readable(self, tensor: Tensor, head_dim: int) -> Tensor:
-        """A tensor as the kernel can read it: padded, and its channels beside each other."""
+        """Return the tensor as the kernel can read it: zero-padded, with contiguous channels."""
         if tensor.shape[-1] != head_dim:
-            # zeros add nothing to the scores, and to the output only columns that are cut off again
+            # zeros change no score, and add columns to the output that are cut off again
             return with_channels(tensor, head_dim)
         if self.needs_unit_stride and tensor.stride(-1) != 1:
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        return self.compute(inputs)  # `record_backends` sees torch's operator itself
+        return self.compute(inputs)  # `record_backends` observes torch's operator itself
 
     def forced(self, query: Tensor) -> AbstractContextManager:
-        """A block in which torch takes this kernel."""
+        """Return a context in which torch takes this kernel."""
         return sdpa_kernel(self.kernel)
 
     def compute(self, inputs: Inputs) -> Tensor:
@@ -129,12 +129,12 @@ class Sdpa(Backend):
                 enable_gqa=grouped,
             )
         if self.kernel != SDPBackend.MATH:
-            name_what_has_a_second_derivative(output, self.name)
+            explain_missing_second_derivative(output, self.name)
         output = first_channels(output, inputs.value.shape[3])
         return output if alive is None else output.masked_fill(~alive, 0.0)
 
     def with_sink(self, inputs: Inputs) -> Tensor:
-        """`compute` of a scaled dot product with a sink."""
+        """Compute attention with a sink, whose score is a scaled dot product."""
         return self.compute(inputs.sink_as_key())
 
 
@@ -150,7 +150,7 @@ class Flash(Sdpa):
         return largest, largest
 
     def forced(self, query: Tensor) -> AbstractContextManager:
-        # forcing torch's own first choice takes as long as a step
+        # forcing takes as long as a step, and is not needed for torch's own first choice
         return nullcontext() if is_first_choice(query) else super().forced(query)
 
     def compute(self, inputs: Inputs) -> Tensor:
@@ -161,7 +161,7 @@ class Flash(Sdpa):
         return joined_parts(super().compute(split_queries(inputs, num_parts)), inputs)
 
     def with_sink(self, inputs: Inputs) -> Tensor:
-        if torch.compiler.is_exporting():  # a program for other devices, and for ONNX
+        if torch.compiler.is_exporting():  # the program may run on other devices, or in ONNX
             return super().with_sink(inputs)
         assert inputs.sink is not None
         dim = self.head_dims(inputs)[0]
@@ -203,7 +203,7 @@ class Flash(Sdpa):
 
 
 class _FlashWithSink(torch.autograd.Function):
-    """Options are dropout_p and is_causal; the sink is [heads, 1, 1]."""
+    """torch's flash kernels with a sink [heads, 1, 1]; `options` are dropout_p and is_causal."""
 
     @staticmethod
     def forward(
@@ -222,7 +222,7 @@ class _FlashWithSink(torch.autograd.Function):
         else:
             output, lse = flash_cpu(query, key, value, *options, attn_mask=term, scale=scale)
         rows = add_sink_(output, lse[..., None], sink)
-        # where sequences begin, how long they are, and dropout's random numbers
+        # the kernel's remaining results: offsets and lengths of sequences, and dropout's state
         ctx.lengths, ctx.options, ctx.scale = rest[2:4], options, scale
         kept = *rest[:2], *rest[4:6]
         ctx.save_for_backward(query, key, value, output, rows, sink, term, *kept)
@@ -243,14 +243,14 @@ class _FlashWithSink(torch.autograd.Function):
         return *found, sink_gradient(sink, rows, (output, gradient)), None, None, None
 
 
-def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's function, called with nothing but these, is what `Flash` would compute, and
-    "auto" takes that.
+def is_plain_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether plain attention of these tensors can go straight to torch's function, because
+    "auto" would take `Flash` and `Flash` would call it with these tensors as they are.
 
-    On the CPU, unless a gradient wants the queries in parts. At the size of a decoding step,
-    checking and choosing take as long as computing, and there is nothing more to check.
+    This is so on the CPU, unless the backward needs the queries in parts. At the size of a decoding
+    step, checking and choosing take as long as computing.
     """
-    if query.is_nested or key.is_nested or value.is_nested:  # without a shape that all would know
+    if query.is_nested or key.is_nested or value.is_nested:  # these have no common shape to check
         return query.layout is key.layout is value.layout is torch.jagged
     shape, size = query.shape, key.shape
     return (
@@ -272,12 +272,12 @@ def is_torchs_own(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def is_first_choice(query: Tensor) -> bool:
-    """Whether torch by itself takes flash where it can serve, and other code may rely on it."""
+    """Return whether torch takes flash of its own accord if flash supports the inputs."""
     return query.is_cpu and not torch.compiler.is_compiling() and flash_sdp_enabled()
 
 
 def may_split(query: Tensor) -> bool:
-    """Whether batch items and heads leave at least half of the threads to parts of the queries."""
+    """Return whether batch items and heads leave at least half of the threads idle."""
     return 2 * query.shape[0] * query.shape[1] <= torch.get_num_threads()
 
 
@@ -311,14 +311,14 @@ class Cudnn(Sdpa):
             return False
         if prod(inputs.query.shape) * inputs.num_keys < CUDNN_PAYS:
             return False
-        # where torch itself prefers it: elsewhere flash is as fast
+        # on the GPUs where torch itself prefers it; elsewhere flash is as fast
         return torch.cuda.get_device_capability(inputs.query.device) in ((9, 0), (10, 0))
 
 
 def _is_short(inputs: Inputs) -> bool:
-    """Whether flash's and cuDNN's blocks of queries and keys would be mostly empty: on an H200 at
-    64 tokens cuDNN takes 1.3 times as long as `efficient` for forward and backward, flash 2.1
-    times; at 128 cuDNN is the fastest, flash takes 1.2 times as long (docs/benchmarks.md)."""
+    """Return whether the blocks of flash and cuDNN would be mostly empty. On an H200 at 64 tokens
+    cuDNN takes 1.3 times as long as `efficient` for forward and backward, flash 2.1 times; at 128
+    cuDNN is the fastest, flash takes 1.2 times as long (docs/benchmarks.md)."""
     return max(inputs.num_queries, inputs.num_keys) <= 64
 
 
@@ -353,15 +353,16 @@ class Math(Sdpa):
 
 
 def num_query_parts(inputs: Inputs) -> int:
-    """In how many parts the queries should go through the CPU's flash kernel; 1: as they are.
+    """Return the number of parts in which the queries should go through the CPU's flash kernel; 1:
+    undivided.
 
-    As many as leave no thread idle and none with more than one part, so that the gradients of keys
-    and values, one for each part until they are summed, are no more than the threads. Masks and
-    biases are not split, nor is what has no backward: the forward is parallel as it is.
+    There are at most as many parts, over all items and heads, as threads, since each part holds
+    gradients of keys and values of its own until they are summed. Masks and biases are not split,
+    nor are calls without a backward: the forward is parallel anyway.
     """
     if not inputs.query.is_cpu or inputs.is_causal or inputs.has_attn_mask:
         return 1
-    if torch.compiler.is_compiling():  # which cannot ask for the number of threads
+    if torch.compiler.is_compiling():  # compiled code cannot read the number of threads
         return 1
     if not (_trains(inputs) and may_split(inputs.query)):
         return 1
@@ -370,9 +371,9 @@ def num_query_parts(inputs: Inputs) -> int:
 
 
 def split_queries(inputs: Inputs, num_parts: int) -> Inputs:
-    """The same attention with each part of the queries as a batch item of its own.
+    """Return the same attention with each part of the queries as a batch item of its own.
 
-    The last part is filled up with zeros. Keys and values are not copied where there is one item.
+    The last part is padded with zeros. Keys and values of a single batch item are not copied.
     """
     missing = -inputs.num_queries % num_parts
     query = F.pad(inputs.query, (0, 0, 0, missing)) if missing else inputs.query
@@ -385,25 +386,27 @@ def split_queries(inputs: Inputs, num_parts: int) -> Inputs:
 
 
 def joined_parts(output: Tensor, inputs: Inputs) -> Tensor:
-    """The output of `inputs` from that of its parts, without the filling; a view where the kernel
-    laid the heads of a query beside each other."""
+    """Return the output of `inputs` from the output of its parts, without the padding; a view if
+    the heads of a query are contiguous."""
     batch = inputs.query.shape[0]
     rows = output.transpose(1, 2).reshape(batch, -1, output.shape[1], output.shape[3])
     return rows[:, : inputs.num_queries].transpose(1, 2)
 
 
 def _trains(inputs: Inputs) -> bool:
-    """Whether there will be a backward."""
+    """Return whether there can be a backward."""
     tensors = inputs.query, inputs.key, inputs.value
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def half_precision_reasons(inputs: Inputs) -> Iterator[str]:
+    """Yield a reason if the dtype is not float16 or bfloat16."""
     if inputs.query.dtype not in (torch.float16, torch.bfloat16):
         yield f"needs float16 or bfloat16 on CUDA, got {inputs.query.dtype}"
 
 
 def capability_reasons(inputs: Inputs) -> Iterator[str]:
+    """Yield a reason if the GPU is older than compute capability 8.0."""
     major, minor = torch.cuda.get_device_capability(inputs.query.device)
     if major < 8:
         yield f"needs a GPU of compute capability 8.0 or newer, got {major}.{minor}"
@@ -418,12 +421,13 @@ def _square_reasons(inputs: Inputs) -> Iterator[str]:
 
 
 def _dot_dim(inputs: Inputs) -> int:
-    assert inputs.dot_dim is not None  # the first of the reasons
+    assert inputs.dot_dim is not None  # checked by `reasons`
     return inputs.dot_dim
 
 
 def revive(term: Tensor) -> tuple[Tensor, Tensor]:
-    """Let rows that may look nowhere look everywhere, and say which rows are alive."""
+    """Return the term, changed so that rows that may look nowhere look everywhere, and which rows
+    may look somewhere."""
     if term.dtype == torch.bool:
         alive = term.any(dim=-1, keepdim=True)
         return term | ~alive, alive

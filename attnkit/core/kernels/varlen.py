@@ -1,4 +1,4 @@
-"""Packed sequences on CUDA, all at once, by torch's kernel for sequences of various lengths."""
+"""Packed sequences on CUDA by torch's kernel for sequences of various lengths."""
 
 from collections.abc import Iterator
 from functools import cache, partial, reduce
@@ -26,11 +26,11 @@ from attnkit.core.masks.kept import kept
 from attnkit.core.masks.sequences import Packed
 
 LARGEST_DIM = 256
-PAYS = 2**19  # products query · key that a padded kernel computes in the time a sequence costs
+PAYS = 2**19  # products of channels that a padded kernel computes in the overhead of a sequence
 
 
 class VarlenKernel(Backend):
-    """`Packed`, alone or with the masks that count within its sequences, by
+    """The kernel for `Packed`, alone or with masks that count within its sequences, which calls
     `torch.nn.attention.varlen`."""
 
     name = "varlen"
@@ -104,7 +104,7 @@ class VarlenKernel(Backend):
 
 
 def take_apart(inputs: Inputs) -> tuple[list[Packed], list[Mask], list[Mask]]:
-    """The packed masks, those that count within their sequences, and the others."""
+    """Return the `Packed` masks, the masks that count within their sequences, and the others."""
     packed: list[Packed] = []
     inside: list[Mask] = []
     others: list[Mask] = []
@@ -117,15 +117,15 @@ def take_apart(inputs: Inputs) -> tuple[list[Packed], list[Mask], list[Mask]]:
 
 
 def _ends(packed: Packed, batch: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Where sequences begin, and the last one ends, among the rows of all items: of queries, of
-    keys."""
+    """Return where sequences begin, and the last one ends, among the rows of all batch items, for
+    queries and for keys."""
     ends = (torch.tensor([0, *batch * lengths]).cumsum(0) for lengths in packed.known_lengths)
     return tuple(tensor.to(device, torch.int32) for tensor in ends)
 
 
 @cache
 def _serves_grouped() -> bool:
-    """Since torch 2.12."""
+    """Return whether the kernel supports grouped heads, as since torch 2.12."""
     from torch.nn.attention import varlen
 
     return "enable_gqa" in signature(varlen.varlen_attn).parameters

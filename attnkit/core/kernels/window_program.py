@@ -1,10 +1,11 @@
-"""Sliding windows in programs of torch.compile and torch.export, whose size and number of operators
-do not depend on the batch and the tokens.
+"""Sliding windows for torch.compile and torch.export, as programs whose number of operators does
+not depend on the batch and the tokens.
 
     blocks of queries × the run of keys that each reaches, all as one batch of attention
 
-The queries of a line are cut into blocks; a run of keys is two or three blocks of them side by
-side, which copies each key as often. A grid is cut along its rows, then along its columns.
+The queries of a sequence are cut into blocks. The run of keys of a block consists of two or three
+blocks of keys side by side, so that each key is copied two or three times. A grid is cut along its
+rows, then along its columns.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +23,15 @@ from attnkit.core.kernels.sdpa import revive
 from attnkit.core.masks.base import Mask
 from attnkit.core.operators.precision import cast_bias
 
-LEAST_BLOCK = 64  # queries of a line
+LEAST_BLOCK = 64  # queries of a block of a sequence
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Query i reaches the keys i + lower … i + upper of a line, or of a grid's rows or columns.
+    """A sequence, or the rows or columns of a grid, whose query i reaches the keys i + lower … i +
+    upper.
 
-    least: how many queries make a block at least.
+    least: the least number of queries of a block.
     """
 
     num_queries: int
@@ -40,7 +42,7 @@ class Axis:
 
     @property
     def block(self) -> int:
-        """Queries of a block: half of what one of them reaches."""
+        """The number of queries of a block: half of the keys that one of them reaches."""
         return max(self.least, (self.upper - self.lower + 1) // 2)
 
     @property
@@ -49,16 +51,16 @@ class Axis:
 
     @property
     def num_pieces(self) -> int:
-        """How many blocks of keys make a run."""
+        """The number of blocks of keys of a run."""
         return 2 if statically_known_true(self.upper - self.lower <= self.block) else 3
 
     def blocks(self, tensor: Tensor, dim: int, fill: int = 0) -> Tensor:
-        """The queries along `dim` as two dimensions, blocks and queries of a block."""
+        """Divide the queries along `dim` into two dimensions, blocks and queries of a block."""
         missing = self.num_blocks * self.block - self.num_queries
         return _padded(tensor, dim, 0, missing, fill).unflatten(dim, (self.num_blocks, self.block))
 
     def runs(self, tensor: Tensor, dim: int, fill: int = 0) -> Tensor:
-        """The keys along `dim` as two dimensions, blocks and keys that the block reaches."""
+        """Divide the keys along `dim` into two dimensions, blocks and keys that a block reaches."""
         size, count = self.block, self.num_blocks
         after = (count + self.num_pieces - 1) * size + self.lower - self.num_keys
         keys = _padded(tensor, dim, -self.lower, after, fill)
@@ -70,7 +72,7 @@ class Axis:
 
 
 def axes_of(mask: Mask, num_queries: int, num_keys: int) -> list[Axis]:
-    """The line of a window, or the rows and the columns of its grid."""
+    """Return the axis of a window's sequence, or those of the rows and columns of its grid."""
     grid = grid_of(mask)
     if grid is not None:
         sizes = (grid.height, grid.radius_h), (grid.width, grid.radius_w)
@@ -82,7 +84,7 @@ def axes_of(mask: Mask, num_queries: int, num_keys: int) -> list[Axis]:
 
 
 def program_pays(inputs: Inputs) -> bool:
-    """Whether runs are shorter than all keys, or these are not counted yet."""
+    """Return whether a run is shorter than all keys, or the number of keys is unknown."""
     assert inputs.mask is not None
     run = 1
     for axis in axes_of(inputs.mask, inputs.num_queries, inputs.num_keys):
@@ -91,7 +93,7 @@ def program_pays(inputs: Inputs) -> bool:
 
 
 def window_program(inputs: Inputs) -> Tensor:
-    """Attention within the window by operators of torch that a program can hold."""
+    """Compute attention within the window by a fixed number of operators of torch."""
     mask = inputs.mask
     assert mask is not None
     grid = grid_of(mask)
@@ -117,7 +119,7 @@ def window_program(inputs: Inputs) -> Tensor:
         inputs.scale,
     )
     output = _joined(output, query.shape[0], axes)
-    if prefix:  # which sees everything
+    if prefix:  # prefix tokens see everything
         first = replace(inputs, query=query[:, :, :prefix], key=key, value=value)
         term = _term(inputs, queries[None, :prefix], keys[None])
         output = torch.cat([_attended(first, term, inputs.scale), output], dim=2)
@@ -125,7 +127,7 @@ def window_program(inputs: Inputs) -> Tensor:
 
 
 def _attended(inputs: Inputs, term: Tensor, scale: float) -> Tensor:
-    """By torch's function; the scale is that of the channels before they were filled up."""
+    """Call torch's function; the scale is that of the channels before padding."""
     if inputs.sink is not None:
         inputs = replace(inputs, mask=None, bias=term).sink_as_key()
         assert inputs.bias is not None
@@ -139,8 +141,8 @@ def _attended(inputs: Inputs, term: Tensor, scale: float) -> Tensor:
 
 
 def _term(inputs: Inputs, rows: Tensor, columns: Tensor) -> Tensor:
-    """What is added to the scores of the tokens rows [blocks, queries] and columns [blocks, keys],
-    of which −1 are none: [batch · blocks, 1 or heads, queries, keys]."""
+    """Return the term that is added to the scores, [batch · blocks, 1 or heads, queries, keys], for
+    the tokens rows [blocks, queries] and columns [blocks, keys]; −1 is padding."""
     mask, bias, device = inputs.mask, inputs.bias, inputs.query.device
     assert mask is not None
     batch, num_heads = inputs.query.shape[:2]
@@ -168,7 +170,7 @@ def _laid(
     prefix: int,
     fill: int = 0,
 ) -> Tensor:
-    """[batch, heads, tokens, dim] as [batch · blocks, heads, tokens of a block, dim]."""
+    """Return [batch, heads, tokens, dim] as [batch · blocks, heads, tokens of a block, dim]."""
     if len(axes) == 2:
         size = [axis.num_keys for axis in axes]
         tensor = tensor[:, :, prefix:].unflatten(2, size)
@@ -180,7 +182,7 @@ def _laid(
 
 
 def _with_prefix(tensor: Tensor, axes: Sequence[Axis], prefix: int) -> Tensor:
-    """The keys or values of each block, those of the prefix first."""
+    """Return the keys or values of each block, those of the prefix first."""
     runs = _laid(tensor, axes, Axis.runs, prefix)
     if not prefix:
         return runs
@@ -189,7 +191,7 @@ def _with_prefix(tensor: Tensor, axes: Sequence[Axis], prefix: int) -> Tensor:
 
 
 def _joined(output: Tensor, batch: int, axes: Sequence[Axis]) -> Tensor:
-    """[batch · blocks, heads, tokens of a block, dim] as [batch, heads, tokens, dim]."""
+    """Return [batch · blocks, heads, tokens of a block, dim] as [batch, heads, tokens, dim]."""
     counts, sizes = ([getattr(axis, n) for axis in axes] for n in ("num_blocks", "block"))
     output = output.unflatten(2, sizes).unflatten(0, (batch, *counts))
     heads = 1 + len(axes)
@@ -201,6 +203,6 @@ def _joined(output: Tensor, batch: int, axes: Sequence[Axis]) -> Tensor:
 
 
 def _padded(tensor: Tensor, dim: int, before: int, after: int, fill: int) -> Tensor:
-    """Filled up at both ends of a dimension; where a number is negative, cut off."""
+    """Pad the tensor at both ends of a dimension; a negative number cuts it off."""
     others = tensor.ndim - 1 - dim
     return F.pad(tensor, (0, 0) * others + (before, after), value=fill)

@@ -20,12 +20,12 @@ from attnkit.core.operators.modes import is_plain
 
 @dataclass(frozen=True, eq=False)
 class Adjacency:
-    """The edges of a graph in the order of their targets, and the way to the order of sources.
+    """The edges of a graph sorted by target, with the permutation that sorts them by source.
 
-    offsets: the edges of target i are those from offsets[i] to offsets[i + 1], [targets + 1].
-    target, source: of each edge, [edges].
-    order: which of the caller's edges stands there, [edges]; None where it is the same order.
-    num_sources: how many nodes there are to look at.
+    offsets: target i has the edges offsets[i] … offsets[i + 1] − 1, [targets + 1].
+    target, source: the two nodes of each edge, [edges].
+    order: for each edge its index in the caller's order, [edges]; None if the orders are equal.
+    num_sources: the number of source nodes.
 
     Indices are int32 where they fit.
     """
@@ -38,11 +38,11 @@ class Adjacency:
 
     @classmethod
     def of(cls, edge_index: Tensor, num_targets: int, num_sources: int) -> Adjacency:
-        """From edge_index [2, edges], sources in row 0, targets in row 1."""
+        """Sort the edges of edge_index [2, edges], with sources in row 0 and targets in row 1."""
         if torch.compiler.is_compiling():
             offsets, target, source, order = _sort_edges(edge_index, num_targets, num_sources)
             return cls(offsets, target, source, order, num_sources)
-        from attnkit.core.operators.sorting import sort_edges  # for graphs alone
+        from attnkit.core.operators.sorting import sort_edges  # only graphs need it
 
         found = sort_edges(edge_index, num_targets, num_sources)
         if found is not None:
@@ -52,7 +52,7 @@ class Adjacency:
             return graph
         largest = max(num_targets + num_sources, 2 * edge_index.shape[1])
         dtype = torch.int32 if largest < 2**31 else torch.int64
-        source, target = edge_index.to(dtype, copy=True)  # which nobody else writes to
+        source, target = edge_index.to(dtype, copy=True)  # a copy that nobody else writes to
         order = None
         if len(target) > 1 and not bool((target[1:] >= target[:-1]).all()):
             order = _ascending(target, num_targets)
@@ -60,8 +60,8 @@ class Adjacency:
         return cls(_offsets(target, num_targets), target, source, order, num_sources)
 
     def known(self, name: str) -> Tensor | None:
-        """A cached property, None where it was not computed yet; also under torch.compile, which
-        cannot compute one."""
+        """Return a cached property, or None if it was not computed yet; torch.compile, which
+        cannot compute one, can read it this way."""
         return vars(self).get(name)
 
     @property
@@ -74,55 +74,55 @@ class Adjacency:
 
     @cached
     def by_source(self) -> Tensor:
-        """The places of the edges in the order of their sources, [edges]."""
+        """The permutation that sorts the edges by source, [edges]."""
         return _ascending(self.source, self.num_sources).to(self.source.dtype)
 
     @cached
     def source_offsets(self) -> Tensor:
-        """Where the edges of each source begin in that order, [sources + 1]."""
+        """Where the edges of each source begin in the order of sources, [sources + 1]."""
         return _offsets(self.source, self.num_sources)
 
     @cached
     def target_by_source(self) -> Tensor:
-        """The targets in that order, [edges]."""
+        """The targets of the edges in the order of sources, [edges]."""
         return self.target.index_select(0, self.by_source)
 
     @cached
     def largest_degree(self) -> int:
-        """How many edges the target with the most has."""
+        """The largest number of edges that a target has."""
         return int(self.offsets.diff().max()) if self.num_targets else 0
 
     @cached
     def places(self) -> Tensor:
-        """0 … edges − 1."""
+        """The numbers 0 … edges − 1."""
         return torch.arange(self.num_edges, dtype=self.source.dtype, device=self.source.device)
 
     @cached
     def zeros(self) -> Tensor:
-        """As many zeros."""
+        """Zeros, [edges]."""
         return torch.zeros_like(self.source)
 
     @cached
     def pairs(self) -> Tensor:
-        """Target and source of each edge, [2 · edges], where sources are counted after targets."""
+        """Target and source of each edge, [2 · edges]; sources are numbered after the targets."""
         return torch.stack([self.target, self.source + self.num_targets], dim=1).flatten()
 
     @cached
     def pairs_by_source(self) -> Tensor:
-        """The same in the order of sources."""
+        """`pairs` in the order of sources."""
         return self.pairs.view(-1, 2).index_select(0, self.by_source).flatten()
 
     def pattern(self, values: Tensor) -> Tensor:
-        """A sparse matrix [targets, sources] with these values, which it does not copy."""
+        """Return a sparse matrix [targets, sources] that shares the memory of these values."""
         return _sparse(self.offsets, self.source, values, self.num_sources)
 
     def edge_pattern(self, values: Tensor) -> Tensor:
-        """A sparse matrix [targets, edges]: an edge belongs to its target."""
+        """Return a sparse matrix [targets, edges], the value of each edge in its target's row."""
         return _sparse(self.offsets, self.places, values, self.num_edges)
 
     def blocks(self, size: int, *, by_source: bool = False) -> list[tuple[int, int, int, int]]:
-        """(first node, last node, first edge, last edge) of blocks of about `size` edges that keep
-        the edges of a node together; the lasts do not belong to them."""
+        """Divide the edges into blocks of about `size` edges, never between the edges of a node:
+        (first node, end of nodes, first edge, end of edges) of each, with exclusive ends."""
         return self._once(self._new_blocks, size, by_source)
 
     def _new_blocks(self, size: int, by_source: bool) -> list[tuple[int, int, int, int]]:
@@ -136,28 +136,28 @@ class Adjacency:
         return [(*ends, *places) for ends, places in bounds]
 
     def chunks(self, size: int, *, by_source: bool = False) -> tuple[Chunks, SplitNodes, int]:
-        """The edges of each target, or source, in chunks of at most `size`: the chunks, the nodes
-        of several, and how many slots these have."""
+        """Divide the edges of each target, or source, into chunks of at most `size` edges; return
+        the chunks, the nodes that have several, and the number of slots of these nodes."""
         return self._once(self._new_chunks, size, by_source)
 
     def _new_chunks(self, size: int, by_source: bool) -> tuple[Chunks, SplitNodes, int]:
         chunks, split = split_hubs(self.source_offsets if by_source else self.offsets, size)
-        num_slots = int(split.last[-1]) if len(split.last) else 0  # read once: the GPU waits
+        num_slots = int(split.last[-1]) if len(split.last) else 0  # read once: it waits for the GPU
         return chunks, split, num_slots
 
     def copies(self, count: int) -> Adjacency:
-        """`count` graphs side by side, none connected to another."""
+        """Return `count` copies of the graph as one graph without edges between the copies."""
         if count == 1:
             return self
         copies = self._once(self._new_copies, count)
         if "by_source" in vars(self) and "by_source" not in vars(copies):
             places = torch.arange(count, dtype=self.source.dtype, device=self.source.device)
             by_source = self.by_source + places[:, None] * self.num_edges
-            vars(copies)["by_source"] = by_source.flatten()  # without sorting them
+            vars(copies)["by_source"] = by_source.flatten()  # saves sorting the copies
         return copies
 
     def first(self, num_targets: int) -> Adjacency:
-        """The edges of the first targets; of edges whose order is the caller's."""
+        """Return the edges of the first `num_targets` targets; only without an `order`."""
         assert self.order is None
         return self._once(self._new_first, num_targets)
 
@@ -170,7 +170,7 @@ class Adjacency:
         return {}
 
     def _once(self, make: Callable[..., Made], *given: int) -> Made:
-        """What `make` gives, made once for these numbers."""
+        """Return `make(*given)`, computed once for these numbers."""
         key = make.__name__, *given
         if key not in self._kept:
             self._kept[key] = make(*given)
@@ -193,18 +193,19 @@ class Adjacency:
 def _sort_edges(
     edge_index: Tensor, num_targets: int, num_sources: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """offsets, target, source and order of `Adjacency.of`, as one operator of torch."""
+    """Return offsets, target, source and order of `Adjacency.of`, as one operator of torch."""
     graph = Adjacency.of(edge_index, num_targets, num_sources)
-    order = torch.arange(graph.num_edges, device=graph.offsets.device)
     if graph.order is not None:
         return graph.offsets, graph.target, graph.source, graph.order
-    return graph.offsets, graph.target.clone(), graph.source.clone(), order  # of its own memory
+    order = torch.arange(graph.num_edges, device=graph.offsets.device)
+    # an operator's outputs must not share memory
+    return graph.offsets, graph.target.clone(), graph.source.clone(), order
 
 
 @_sort_edges.register_fake
 def _(edge_index, num_targets, num_sources):
     _, num_edges = edge_index.shape
-    # a number that is not known yet is taken to be small
+    # sizes that are not known yet are assumed to be small
     is_small = guard_or_true(num_targets + num_sources < 2**31)
     dtype = torch.int32 if is_small and guard_or_true(2 * num_edges < 2**31) else torch.int64
     offsets = edge_index.new_empty(num_targets + 1, dtype=dtype)
@@ -213,9 +214,9 @@ def _(edge_index, num_targets, num_sources):
 
 
 def _ascending(nodes: Tensor, num_nodes: int) -> Tensor:
-    """The places of the nodes in ascending order, those of one node as they stand."""
+    """Return the permutation that sorts the nodes; equal nodes stay in their order."""
     if is_plain(nodes) and num_nodes <= 2**16:
-        # NumPy sorts 16 bits by their digits: a small graph in a tenth of torch's time
+        # NumPy uses a radix sort for 16 bits: a tenth of torch's time for a small graph
         return torch.from_numpy(nodes.to(torch.uint16).numpy().argsort(kind="stable"))
     return nodes.sort(stable=True).indices
 
@@ -235,16 +236,16 @@ def _sparse(offsets: Tensor, columns: Tensor, values: Tensor, num_columns: int) 
 
 @contextmanager
 def _not_warned() -> Iterator[None]:
-    with warnings.catch_warnings():  # that sparse matrices may still change in torch
+    with warnings.catch_warnings():  # torch warns that its sparse matrices are in beta state
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
 class Chunks(NamedTuple):
-    """Each chunk's node, its first edge, the edge after its last, all [chunks], and where its part
-    goes: slot ≥ 0 for one of several chunks of a node, −1 for a node's only chunk.
+    """Chunks of the edges of nodes, each field [chunks]: node, first edge, end of edges, and slot.
 
-    A node without edges has one chunk, without edges, which writes its zeros.
+    A chunk's result goes to slot ≥ 0 if its node has several chunks; the slot of a node's only
+    chunk is −1. A node without edges has one chunk without edges, which writes its zeros.
     """
 
     node: Tensor
@@ -254,8 +255,7 @@ class Chunks(NamedTuple):
 
 
 class SplitNodes(NamedTuple):
-    """The nodes of several chunks, [split], and the slots of each: from first to the one before
-    last."""
+    """The nodes that have several chunks, [split]; node n has the slots first … last − 1."""
 
     node: Tensor
     first: Tensor
@@ -263,12 +263,12 @@ class SplitNodes(NamedTuple):
 
 
 def split_hubs(offsets: Tensor, size: int) -> tuple[Chunks, SplitNodes]:
-    """Chunks of at most `size` edges, where the edges of node i are those from offsets[i] to
-    offsets[i + 1]; in the dtype of offsets [nodes + 1].
+    """Divide the edges of nodes into chunks of at most `size` edges. Node i has the edges
+    offsets[i] … offsets[i + 1] − 1, offsets being [nodes + 1]; the results have its dtype.
 
     In a graph whose degrees follow a power law, one program for each node would take as long as the
-    largest node. Chunks bound what a program does. Only nodes of more than one chunk pay, by a
-    second step that sums their chunks in a fixed order.
+    largest node takes. Chunks bound the work of a program. Only nodes with several chunks cost
+    more: a second step sums their chunks in a fixed order.
     """
     dtype, num_nodes = offsets.dtype, len(offsets) - 1
     counts = ((offsets.diff() + (size - 1)) // size).clamp(min=1)
@@ -276,7 +276,7 @@ def split_hubs(offsets: Tensor, size: int) -> tuple[Chunks, SplitNodes]:
     node = node.repeat_interleave(counts)
     ends = counts.cumsum(0, dtype=dtype)
     index = torch.arange(len(node), dtype=dtype, device=offsets.device)
-    place = index - (ends - counts).index_select(0, node)  # among the chunks of its node
+    place = index - (ends - counts).index_select(0, node)  # number among the chunks of its node
     start = offsets.index_select(0, node) + place * size
     stop = torch.minimum(start + size, offsets[1:].index_select(0, node))
 

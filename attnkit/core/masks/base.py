@@ -1,8 +1,8 @@
 """Masks: where a query may look. **True = may look**, here and everywhere in attnkit.
 
-A mask is one function of indices, `allows(batch, head, query, key)`; all that kernels read (flags,
-boolean tensors, blocks of them, FlexAttention's block masks) is derived from it. `&`, `|` and `~`
-combine masks. A row that may look nowhere gives an output of exactly 0.
+A mask is one function of indices, `allows(batch, head, query, key)`. Everything that kernels read
+(flags, boolean tensors, blocks of them, FlexAttention's block masks) is derived from it. `&`, `|`
+and `~` combine masks. A row that may look nowhere gives an output of exactly 0.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
 Index = int | Tensor
 
-KEY_BLOCK = 64  # keys of a boolean tensor that are looked at together
+KEY_BLOCK = 64  # keys of a boolean tensor that get one common answer in its plan
 
 
 class Mask:
-    """Where a query may look.
+    """Base class of masks: a mask says at which keys a query may look.
 
-    Subclasses define `allows`. `mask & mask` is where both allow it, `mask | mask` where one does,
-    `~mask` where the mask does not.
+    Subclasses define `allows`. `a & b` allows what both masks allow, `a | b` what at least one
+    allows, `~a` what `a` does not allow.
     """
 
     counts_positions = False
-    """Whether query and key indices are compared, which `Packed` counts within sequences."""
+    """Whether the mask compares positions of queries and keys. Beside `Packed`, such a mask is
+    given the positions within the sequences."""
     packs_sequences = False
-    """Whether it says in which sequence a token is: `Packed`."""
+    """Whether the mask divides the tokens into sequences, as `Packed` does."""
 
     def allows(
         self,
@@ -47,11 +48,12 @@ class Mask:
         num_queries: Index,
         num_keys: Index,
     ) -> Tensor:
-        """May the query look at the key? Integer tensors that broadcast, to booleans that do."""
+        """Return whether the query may look at the key, as a boolean tensor. The first four
+        arguments are integer tensors that broadcast; the result broadcasts to their shape."""
         raise NotImplementedError(f"{type(self).__name__} defines no allows()")
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        """Raise ValueError where the mask does not fit the attention it is given to."""
+        """Raise ValueError if the mask does not fit an attention of these sizes."""
 
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -60,22 +62,24 @@ class Mask:
 
     @property
     def leading(self) -> tuple[int, int]:
-        """The batch and heads that the mask tells apart; 1 where it is the same for all."""
+        """Return the batch size and number of heads, each 1 if the mask is the same for all."""
         return 1, 1
 
     def band(self, num_queries: Any, num_keys: Any) -> tuple[Any, Any]:
-        """(lower, upper): query i sees none but the keys i + lower … i + upper; None: no limit."""
+        """Return (lower, upper): query i sees at most the keys i + lower … i + upper; None: no
+        limit."""
         return None, None
 
     def plan(self, blocks: QueryBlocks) -> Plan:
-        """Which keys all, some or none of each block of queries sees, without looking at each."""
+        """Return which runs of keys all, some or none of each block of queries sees, without
+        evaluating the mask at every query and key."""
         lower, upper = self.band(blocks.num_queries, blocks.num_keys)
         return Plan.of_band(blocks, lower, upper, SOME)
 
     def dense(
         self, num_queries: int, num_keys: int, device: torch.device
     ) -> Annotated[Tensor, "#batch #heads #queries #keys", bool]:
-        """The mask as booleans, True = may look."""
+        """Return the mask as booleans, True = may look."""
         items, heads, rows = (
             torch.arange(size, device=device) for size in (*self.leading, num_queries)
         )
@@ -89,7 +93,7 @@ class Mask:
         num_queries: int,
         num_keys: int,
     ) -> Annotated[Tensor, "#items #chosen_heads #rows #keys", bool]:
-        """The dense mask of some batch items, heads and query rows; nothing else is computed."""
+        """Return the dense mask of the given batch items, heads and query rows only."""
         keys = torch.arange(num_keys, device=rows.device)
         if self.leading[0] == 1:
             items = items[:1]
@@ -104,12 +108,12 @@ class Mask:
         return as_4d(allowed)
 
     def tabulated(self, num_queries: int, num_keys: int) -> Mask:
-        """The same mask, with tables in place of what `allows` would compute of all positions at
-        each call; for kernels that compile `allows`."""
+        """Return an equal mask whose `allows` looks up tables that are computed once; for kernels
+        that compile `allows`."""
         return self
 
     def to(self, *args, **kwargs) -> Mask:
-        """The same mask with its tensors moved as by `Tensor.to`."""
+        """Return the same mask with its tensors moved as by `Tensor.to`."""
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(*args, **kwargs), self)
 
     def __and__(self, other: Mask | Tensor) -> Mask:
@@ -130,7 +134,7 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """Any boolean tensor, True = may look."""
+    """A mask given as a boolean tensor, True = may look."""
 
     allowed: Annotated[Tensor, "#batch #heads #queries #keys", bool]
 
@@ -186,7 +190,7 @@ class Dense(Mask):
 
 
 class _Folded(Mask):
-    """Combines the answers of other masks, be they tensors or plans, by `&`, `|` and `~`."""
+    """Base class of masks that combine other masks; `fold` works on tensors and on plans."""
 
     masks: tuple[Mask, ...]
 
@@ -224,10 +228,10 @@ class _Folded(Mask):
 
 @dataclass(frozen=True)
 class And(_Folded):
-    """Where all of the given masks allow to look; written `mask & mask`.
+    """The intersection of masks, written `mask & mask`: it allows what all of them allow.
 
     Beside `Packed`, positions are counted within each sequence: `Packed(lengths) & Causal()` is
-    causal in every sequence, aligned as asked.
+    causal in every sequence, with the alignment given to `Causal`.
     """
 
     masks: tuple[Mask, ...]
@@ -241,7 +245,7 @@ class And(_Folded):
 
     @property
     def packed(self) -> Any:
-        """The part that says in which sequence, and where in it, a token is; None without one."""
+        """The part that divides the tokens into sequences, such as `Packed`; None without one."""
         return next((mask for mask in self.masks if mask.packs_sequences), None)
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
@@ -285,13 +289,13 @@ class And(_Folded):
         bands = [mask.band(num_queries, num_keys) for mask in self.masks]
         lower = [first for first, _ in bands if first is not None]
         upper = [last for _, last in bands if last is not None]
-        # not by default=None, with which torch 2.11 cannot compile it
+        # torch 2.11 cannot compile max(…, default=None)
         return max(lower) if lower else None, min(upper) if upper else None
 
 
 @dataclass(frozen=True)
 class Or(_Folded):
-    """Where one of the given masks allows to look; written `mask | mask`."""
+    """The union of masks, written `mask | mask`: it allows what at least one of them allows."""
 
     masks: tuple[Mask, ...]
 
@@ -301,7 +305,7 @@ class Or(_Folded):
 
 @dataclass(frozen=True)
 class Not(_Folded):
-    """Where the given mask does not allow to look; written `~mask`."""
+    """The complement of a mask, written `~mask`: it allows what the mask does not allow."""
 
     mask: Mask
 
@@ -315,7 +319,7 @@ class Not(_Folded):
 
 
 def as_mask(mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool]) -> Mask:
-    """A mask from what users pass: masks as they are, boolean tensors as `Dense`."""
+    """Return a mask as it is, and a boolean tensor as `Dense`; raise TypeError for others."""
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
@@ -326,7 +330,7 @@ def as_mask(mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool]
 
 
 def as_4d(tensor: Tensor) -> Tensor:
-    """A tensor that broadcasts to [batch, heads, queries, keys], with those four dimensions."""
+    """Return the tensor with leading dimensions of size 1 added, up to four dimensions."""
     return tensor.view((1,) * (4 - tensor.ndim) + tensor.shape)
 
 
@@ -357,14 +361,14 @@ def _check_boolean(tensor: Tensor) -> None:
 
 
 def register(kind: type, *, has_tensors: bool = True) -> None:
-    """Let masks of a kind, a dataclass, pass as pytrees: through torch.export, torch.func and
-    Lightning's transfer to a device.
+    """Register a dataclass of masks as a pytree, for torch.export, torch.func and Lightning's
+    transfer to a device.
 
-    As torch's `register_dataclass` does, but what stands in the place of a tensor or a number is
-    not checked: torch.export wraps numbers, and a map may put anything there.
+    This is what torch's `register_dataclass` does, without its checks of the fields: torch.export
+    wraps numbers, and `tree_map` may put any object in the place of a tensor.
 
     Args:
-        has_tensors: else masks have no leaves, and are part of the structure.
+        has_tensors: whether the fields are leaves; otherwise they are part of the structure.
     """
     names = [own.name for own in fields(kind)]
 
@@ -380,9 +384,9 @@ def register(kind: type, *, has_tensors: bool = True) -> None:
         return list(zip(keys, leaves, strict=True)), given
 
     def unflatten(leaves: Iterable[Any], given: Sequence[Any]) -> Any:
-        found = zip(given, leaves, strict=True) if has_tensors else zip(names, given, strict=True)
+        pairs = zip(given, leaves, strict=True) if has_tensors else zip(names, given, strict=True)
         mask: Any = object.__new__(kind)
-        for name, value in (dict.fromkeys(names) | dict(found)).items():
+        for name, value in (dict.fromkeys(names) | dict(pairs)).items():
             object.__setattr__(mask, name, value)
         return mask
 

@@ -1,4 +1,4 @@
-"""The edges of a graph as a mask, and what edges may carry."""
+"""The edges of a graph as a mask, and the features of edges."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,25 +16,27 @@ from attnkit.core.scores.kinds import moved
 
 @dataclass(frozen=True, eq=False)
 class Edges(Mask):
-    """Target nodes see the source nodes of their edges, as messages flow in PyG.
+    """The edges of a graph: target nodes see the source nodes of their edges, as messages flow in
+    PyG.
 
     If `Edges` is the whole mask, an edge given twice counts twice, as in message passing. Inside
     `&`, `|` and `~` masks are boolean, and it counts once.
 
     Sorting the edges can take longer than attending once, so reuse the object for all layers, heads
-    and epochs, as layers do that are given `edge_index` itself. It keeps the sorted edges and sorts
-    them again where the tensor was written to; on a GPU only where an operator of torch wrote it.
+    and epochs; layers that are given `edge_index` itself do so. The object keeps the sorted edges
+    and sorts them again after the tensor was written to; on a GPU only writes by operators of torch
+    are noticed.
 
-    edge_index: integers [2, edges], source (key) in row 0, target (query) in row 1; PyG's
-        `EdgeIndex` is one; or a sparse matrix [targets, sources] (PyG's `adj_t`), of which the
-        places count and not the values.
-    num_nodes: the targets, the number of queries, or (sources, targets), as PyG's `size`; may be
-        left out for a sparse matrix.
-    num_sources: the sources, the number of keys; None: as many as targets.
+    edge_index: integers [2, edges], source (key) in row 0, target (query) in row 1, such as PyG's
+        `EdgeIndex`; or a sparse matrix [targets, sources] (PyG's `adj_t`), whose values are
+        ignored.
+    num_nodes: the number of targets (queries), or (sources, targets) as PyG's `size`; may be left
+        out for a sparse matrix.
+    num_sources: the number of sources (keys); None: `num_nodes`.
 
     Raises:
-        TypeError, ValueError, IndexError: edge_index has another type or shape, or names a node
-            that is not there.
+        TypeError, ValueError, IndexError: edge_index has another type or shape, or a node's index
+            is out of range.
     """
 
     edge_index: Annotated[Tensor, "2 edges", int]
@@ -42,11 +44,12 @@ class Edges(Mask):
     num_sources: int | None = None
 
     looped_from: ClassVar[Annotated[Tensor, "2 _", int] | None] = None
-    """Of the edges that another's `with_loops` are, the other's `edge_index`."""
+    """Set on the result of `with_loops`: the `edge_index` that the self-loops were added to."""
     proper: ClassVar[Annotated[Tensor, "_", int] | None] = None
-    """Of the same, the places of the other's edges that are no self-loops, which come first."""
+    """Set on the result of `with_loops`: the indices of the edges there that are not self-loops;
+    they come first here."""
     never_repeats: ClassVar[bool] = False
-    """Whether it is known without looking that no edge is given more than once."""
+    """Whether it is known in advance that no edge is given more than once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "edge_index", as_tensor("edge_index", self.edge_index))
@@ -59,7 +62,7 @@ class Edges(Mask):
         edges = self.edge_index
         if edges.is_floating_point() or edges.is_complex() or edges.dtype == torch.bool:
             raise TypeError(f"edge_index: expected integers [2, edges], got {edges.dtype}")
-        if edges.dtype not in (torch.int32, torch.int64):  # which cannot be indices
+        if edges.dtype not in (torch.int32, torch.int64):  # torch cannot index with other dtypes
             edges = edges.long()
             object.__setattr__(self, "edge_index", edges)
         if edges.ndim != 2 or edges.shape[0] != 2:
@@ -78,8 +81,8 @@ class Edges(Mask):
         self._check_range()
 
     def _check_range(self) -> None:
-        """IndexError where a node is not there. A GPU has to be waited for: its numbers are read
-        again only where torch has counted a write since they were found to be right."""
+        """Raise IndexError if a node's index is out of range. Reading the numbers waits for a GPU,
+        so they are read again there only after torch has counted a write."""
         edges = self.edge_index
         if torch.compiler.is_compiling() or edges.numel() == 0 or edges.is_meta:
             return
@@ -123,7 +126,7 @@ class Edges(Mask):
     def sizes(self) -> tuple[int, int]:
         """The number of targets and of sources."""
         assert self.num_nodes is not None
-        assert not isinstance(self.num_nodes, tuple)  # nor an int where it is traced
+        assert not isinstance(self.num_nodes, tuple)  # isinstance of int fails on a traced size
         return self.num_nodes, self.num_nodes if self.num_sources is None else self.num_sources
 
     @property
@@ -132,18 +135,17 @@ class Edges(Mask):
 
     @property
     def adjacency(self) -> Adjacency:
-        """The edges as kernels read them."""
+        """The sorted edges, as kernels read them."""
         return self._kept("_adjacency", self._sort)
 
     def check_nodes(self) -> None:
-        """IndexError where a node is not there any more: for those who read the numbers as they
-        stand, to whom −1 is the last node. On a GPU a write that torch counts makes other `Edges`.
-        """
+        """Raise IndexError if a node's index is out of range by now, on a CPU; for code that
+        indexes with the numbers themselves, which would take −1 for the last node."""
         if self.edge_index.is_cpu and has_values(self.edge_index.device):
             self._check_range()
 
     def _sort(self) -> Adjacency:
-        self._check_range()  # the numbers may be others than those that __post_init__ saw
+        self._check_range()  # the numbers may have changed since __post_init__
         return Adjacency.of(self.edge_index, *self.sizes)
 
     @property
@@ -157,21 +159,21 @@ class Edges(Mask):
 
     @property
     def without_loops(self) -> Annotated[Tensor, "_", int]:
-        """The places of the edges that are not self-loops."""
+        """The indices of the edges that are not self-loops."""
         places = self.with_loops.proper
         assert places is not None
         return places
 
     @property
     def with_loops(self) -> "Edges":
-        """The proper edges in their order, then one self-loop for each node that is both source
-        and target; made once and kept, as the sorted edges are."""
+        """The edges that are not self-loops, in their order, then one self-loop for each node that
+        is both source and target; made once and kept, as the sorted edges are."""
         return self._kept("_with_loops", self._add_loops)
 
     def _add_loops(self) -> "Edges":
-        self._check_range()  # as in _sort; self-loops of no node would be left out unseen
+        self._check_range()  # as in _sort; self-loops with a wrong index would be dropped silently
         loops = torch.arange(min(self.sizes), device=self.edge_index.device).expand(2, -1)
-        # compiled code need not know how many there are
+        # an operator, because compiled code does not know how many edges it returns
         is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         places = (_without_loops if is_compiled else _proper)(self.edge_index)
         proper = self.edge_index[:, places]
@@ -226,10 +228,10 @@ def _(edge_index):
 
 
 def in_callers_order(rows: Tensor, looped: Edges) -> Tensor:
-    """Rows of the edges of `looped`, which are another's `with_loops`, as rows of the other's edges
-    and then of the loops.
+    """Return rows of the edges of `looped`, a result of `with_loops`, in the order of the caller's
+    edges, followed by the rows of the added self-loops.
 
-    A self-loop of the caller's was replaced by its node's: its row is 0.
+    The rows of the caller's own self-loops, which `with_loops` replaced, are 0.
     """
     assert looped.looped_from is not None
     assert looped.proper is not None
@@ -242,14 +244,14 @@ def in_callers_order(rows: Tensor, looped: Edges) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class EdgeFeatures:
-    """What edges add to the scores, and to the keys and values that pass along them.
+    """Features of edges, which are added to the keys, the values and the scores.
 
         score_ij = score(q_i, k_j + W_k e_ij) + b_ij,   value_ij = v_j + W_v e_ij
 
-    features: e, in the order of `Edges.edge_index`; None: there are none.
-    key_weight: W_k; None: scores read no features.
-    value_weight: W_v; None: values read none.
-    bias: b, in the same order; None: 0.
+    features: e, in the order of `Edges.edge_index`; None: no features.
+    key_weight: W_k; None: features are not added to the keys.
+    value_weight: W_v; None: features are not added to the values.
+    bias: b, in the order of `Edges.edge_index`; None: 0.
     """
 
     features: Annotated[Tensor, "edges edge_dim"] | None = None
@@ -258,7 +260,7 @@ class EdgeFeatures:
     bias: Annotated[Tensor, "#heads edges"] | None = None
 
     def check(self, edges: Edges, num_heads: int, head_dim: int, value_dim: int) -> None:
-        """Raise ValueError where sizes do not fit."""
+        """Raise ValueError or TypeError if a tensor does not fit the edges and these sizes."""
         for name in ("features", "key_weight", "value_weight", "bias"):
             tensor = getattr(self, name)
             if tensor is None and (name != "features" or self._is_bias_alone):
@@ -302,7 +304,7 @@ class EdgeFeatures:
         return self.bias is not None and self.key_weight is None and self.value_weight is None
 
     def to(self, dtype: torch.dtype) -> "EdgeFeatures":
-        """The same in another dtype."""
+        """Return the same features in another dtype."""
         return moved(self, dtype)
 
 

@@ -12,18 +12,18 @@ from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.base import Mask, register
 from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
-_MAX_PREFIX_TOKENS = 16  # class and register tokens that an error may think of
+_MAX_PREFIX_TOKENS = 16  # more extra tokens are not taken for class and register tokens
 
 
 @dataclass(frozen=True)
 class Window2d(Mask):
-    """On a grid of height × width tokens, row by row, each sees its neighbourhood.
+    """A window on a grid of height × width tokens, stored row by row.
 
         (y, x) sees (y′, x′) where |y − y′| ≤ radius_h and |x − x′| ≤ radius_w
 
-    The neighbourhood is cut at the grid's edges: it does not wrap, and it does not slide inward as
-    that of NATTEN (Hassani et al. 2023). The `num_prefix_tokens` tokens before the grid (class,
-    registers) see all tokens and are seen by all.
+    The window is cut at the grid's edges: it does not wrap around, and it does not slide inward as
+    that of NATTEN does (Hassani et al. 2023). The `num_prefix_tokens` tokens before the grid
+    (class, registers) see all tokens and are seen by all.
     """
 
     height: int
@@ -48,7 +48,7 @@ class Window2d(Mask):
 
     @property
     def num_tokens(self) -> int:
-        """Prefix and grid together."""
+        """The number of tokens, prefix and grid together."""
         return self.num_prefix_tokens + self.height * self.width
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
@@ -88,7 +88,7 @@ class Window2d(Mask):
 class Blocks(Mask):
     """Block-sparse attention: block a of queries sees block b of keys where grid[a, b] is True.
 
-    block_size: tokens of a block, for queries and keys or (queries, keys); the last may be cut.
+    block_size: tokens of a block, one number or (queries, keys); the last block may be smaller.
     """
 
     grid: Annotated[Tensor, "*heads query_blocks key_blocks", bool]
@@ -113,7 +113,7 @@ class Blocks(Mask):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Tokens of a block of queries and of a block of keys."""
+        """The numbers of tokens of a block of queries and of a block of keys."""
         size = self.block_size
         return (size, size) if isinstance(size, int) else size
 

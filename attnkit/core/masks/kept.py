@@ -1,4 +1,4 @@
-"""What is made once: of a mask, for all the layers that are given it; of any object, a property."""
+"""Caches: results made from a mask, which all layers given the mask share; cached properties."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,24 +15,24 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, eq=False)
 class Kept(Generic[Made]):
-    """What was made, and of what: the key, and the tensors as they were."""
+    """A cached value, with its key and the state of the tensors from which it was made."""
 
     key: tuple
     tensors: tuple[Tensor | tuple, ...]
     value: Made
     written: Tensor
-    """Nothing; see `_check_unchanged`."""
+    """An empty tensor, the formal output of `_check_unchanged`."""
 
     def is_of(self, key: tuple, tensors: Sequence[Tensor]) -> bool:
-        """Whether the same would be made again."""
+        """Return whether the value is still valid for this key and these tensors."""
         return self.key == key and self.is_unchanged(tensors)
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors as they were."""
+        """Return whether these tensors are equal to those from which the value was made."""
         return len(self.tensors) == len(tensors) and all(map(_is_as_it_was, tensors, self.tensors))
 
     def __reduce__(self) -> tuple:
-        return tuple, ()  # in a copy of the mask there is nothing in its place
+        return tuple, ()  # a copy of the mask holds an empty tuple in its place
 
 
 def kept(
@@ -45,20 +45,19 @@ def kept(
     in_programs: bool = False,
     is_private: bool = False,
 ) -> Made:
-    """What `make()` gives, on this device.
+    """Return `make()`, cached with the mask object for this device.
 
-    The last one of each name is kept with the mask object, and goes when that does; copies keep
-    nothing. It is made again for another key, and where a tensor of the mask is no longer what it
-    was. On the CPU its numbers are compared with a copy, so that it does not matter who wrote them:
-    torch, NumPy or another process. Of a million edges that takes 1.5 ms, where they are sorted in
-    60. A GPU would have to be waited for, and only what torch counts is compared: what operators
-    write is seen there, what is written through `.data` or by another library is not.
+    The last value of each name is kept as an attribute of the mask object; copies of the mask start
+    without it. It is made again for another key, and after a tensor of the mask has changed. On the
+    CPU the numbers are compared with a copy, so that every write is noticed, by torch, NumPy or
+    another process; for a million edges the comparison takes 1.5 ms and sorting them 60. On a GPU
+    that would mean waiting for it, so only what torch counts is compared: writes by operators are
+    noticed, writes through `.data` or by another library are not.
 
     Args:
-        in_programs: whether a compiled, traced or captured program reads what was kept when it was
-            made. On the CPU compiled code raises RuntimeError where the numbers are others then.
-        is_private: whether the mask's tensors are its own, which nobody writes to: they are not
-            compared.
+        in_programs: whether a compiled, traced or captured program may read a value that was made
+            before. On the CPU compiled code raises RuntimeError if the numbers have changed since.
+        is_private: whether nobody else can write to the mask's tensors; they are then not compared.
     """
     there = vars(mask).get(name)
     found: Kept[Made] | None = there if isinstance(there, Kept) else None
@@ -75,21 +74,21 @@ def kept(
         return make()
     key = *key, device
     if found is None or not found.is_of(key, tensors):
-        with torch.inference_mode(False):  # for training too
+        with torch.inference_mode(False):  # training may read the value later
             others = [other for other in [*vars(mask).values()] if isinstance(other, Kept)]
             same = (other.tensors for other in others if other.is_unchanged(tensors))
-            as_they_are = next(same, None) or tuple(map(as_it_is, tensors))  # a copy for all
+            as_they_are = next(same, None) or tuple(map(as_it_is, tensors))  # share one copy
             found = Kept(key, as_they_are, make(), torch.empty(0))
         leaves = (leaf for leaf in pytree.tree_leaves(found.value) if isinstance(leaf, Tensor))
-        if all(type(leaf) is Tensor for leaf in leaves):  # no fake ones
+        if all(type(leaf) is Tensor for leaf in leaves):  # fake tensors must not be kept
             vars(mask)[name] = found
     return found.value
 
 
 @torch.library.custom_op("attnkit::check_unchanged", mutates_args=("written",))
 def _check_unchanged(tensor: Tensor, then: Tensor, written: Tensor) -> None:
-    """RuntimeError unless the numbers are what they were. It is said to write, so that a compiled
-    program does not leave it out."""
+    """Raise RuntimeError if the numbers have changed. The operator is declared to write to
+    `written`, so that a compiled program does not remove it."""
     if not torch.equal(tensor, then):
         raise RuntimeError(
             "mask: its numbers were written to after it was first used, and compiled code reads "
@@ -105,8 +104,8 @@ def _(tensor, then, written):
 def kept_mask(
     mask: Mask, num_queries: int, num_keys: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """The dense mask, broadcastable to [batch, heads, queries, keys]: booleans, or in a floating
-    dtype what is added to the scores, 0 or −∞."""
+    """Return the dense mask, broadcastable to [batch, heads, queries, keys], and keep it: booleans,
+    or in a floating-point dtype 0 and −∞, to be added to the scores."""
 
     def make() -> Tensor:
         allowed = mask.dense(num_queries, num_keys, device)
@@ -118,8 +117,8 @@ def kept_mask(
 
 
 def has_values(device: torch.device) -> bool:
-    """Whether tensors have values now that may be read and kept: what is computed is no part of a
-    program that will run again with others."""
+    """Return whether tensors have values that may be read and kept; not so while a program is
+    compiled, traced or captured, which will run again with other values."""
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -130,29 +129,29 @@ def has_values(device: torch.device) -> bool:
 
 
 def is_read_quickly(mask: Mask, device: torch.device) -> bool:
-    """Whether what the mask says may be read and kept on this device, without waiting for a GPU."""
-    leaves = pytree.tree_leaves(mask)  # of a mask of the user's, which may hold anything, itself
+    """Return whether the mask can be read and kept on this device without waiting for a GPU."""
+    leaves = pytree.tree_leaves(mask)  # a mask class of the user's is a leaf itself
     is_there = (leaf.is_cpu if isinstance(leaf, Tensor) else type(leaf) is int for leaf in leaves)
     return has_values(device) and all(is_there)
 
 
 def tensors_of(mask: Mask) -> list[Tensor] | None:
-    """The mask's tensors; None where it is not known what it is made of."""
+    """Return the mask's tensors; None if they or changes of them cannot be known."""
     leaves = pytree.tree_leaves(mask)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # a mask of the user's may hold anything, and so may other kinds of tensors
+    # a mask class of the user's may hold anything, and so may subclasses of tensors
     if any(isinstance(leaf, Mask) for leaf in leaves):
         return None
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):
         return None
     if any(not tensor.is_cpu and tensor.is_inference() for tensor in tensors):
-        return None  # which do not count what is written
+        return None  # inference tensors do not count writes
     return tensors
 
 
 def tensors_within(value: object) -> list[Tensor]:
-    """The tensors that are known to be in a mask: also those among the attributes of a mask of the
-    user's, alone or in a composition."""
+    """Return the tensors in a mask, including the tensor attributes of mask classes of the user's,
+    alone or in a combination."""
     found = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -164,14 +163,14 @@ def tensors_within(value: object) -> list[Tensor]:
 
 
 def as_it_is(tensor: Tensor) -> Tensor | tuple:
-    """What tells later whether a tensor is as it is now."""
+    """Return a snapshot of the tensor, by which a later change can be noticed."""
     if tensor.is_cpu:
         return tensor.detach().clone()
     return as_counted(tensor)
 
 
 def as_counted(tensor: Tensor) -> tuple:
-    """What torch counts and knows of a tensor without looking at its numbers."""
+    """Return the version, address, shape, strides and dtype of a tensor, without its numbers."""
     version = None if tensor.is_inference() else tensor._version
     place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
     return version, *place, tensor.dtype
@@ -184,7 +183,7 @@ def _is_as_it_was(tensor: Tensor, then: Tensor | tuple) -> bool:
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:
-    """`torch.equal`; of booleans, which it compares one by one, eight at a time."""
+    """Return `torch.equal`, but compare booleans eight at a time, where torch compares each."""
     if tensor.dtype == torch.bool and tensor.is_contiguous() and tensor.numel() % 8 == 0:
         if tensor.shape != other.shape:
             return False
@@ -193,8 +192,11 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 class cached(Generic[Made]):
-    """`functools.cached_property` that torch.compile can trace: there it is computed each time,
-    unless it was kept before. What is kept serves training too, in inference mode as well."""
+    """A `functools.cached_property` that torch.compile can trace.
+
+    Compiled code computes it each time, unless it was cached before. A value that is computed in
+    inference mode can be used in training, too.
+    """
 
     def __init__(self, function: Callable[[Any], Made]) -> None:
         self.func, self.__doc__ = function, function.__doc__
@@ -209,7 +211,7 @@ class cached(Generic[Made]):
     def __get__(self, instance: object, owner: type) -> Made: ...
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        """Called unless the instance has an attribute of this name: the value that was kept."""
+        """Compute and keep the value; Python looks up the instance's own attribute first."""
         if instance is None:
             return self
         if torch.compiler.is_compiling():

@@ -1,6 +1,6 @@
 r"""The plan of a mask: which keys all, some or none of a block of queries may look at.
 
-A mask answers for rectangles, blocks of queries × runs of keys, and `&`, `|` and `~` combine the
+A mask answers for rectangles, each a block of queries × a run of keys. `&`, `|` and `~` combine the
 answers by three-valued logic, so that no mask is evaluated at every query and key:
 
 | answer | meaning                 | `a & b`       | `a \| b`      | `~a`     |
@@ -9,8 +9,8 @@ answers by three-valued logic, so that no mask is evaluated at every query and k
 | `SOME` | nothing is promised     | of the two    | of the two    | `SOME`   |
 | `ALL`  | each query sees each    |               |               | `NONE`   |
 
-`Mask.plan` gives it. Kernels compute what is `ALL` without a mask, read the mask where it is
-`SOME`, and skip the rest.
+`Mask.plan` returns it. Kernels compute rectangles that are `ALL` without a mask, read the mask
+where they are `SOME`, and skip the rest.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Numbers = int | np.ndarray
 
 
 class QueryBlocks(NamedTuple):
-    """Blocks of neighbouring queries: the queries `start` … `stop` − 1 of each.
+    """Blocks of neighbouring queries: each holds the queries `start` … `stop` − 1.
 
-    `num_queries` and `num_keys` are those that masks count, one number or one for each block;
-    `width` is how many keys there are.
+    `num_queries` and `num_keys` are the sizes that masks are given, one number or one for each
+    block; `width` is the number of keys.
     """
 
     start: np.ndarray
@@ -42,7 +42,7 @@ class QueryBlocks(NamedTuple):
 
     @classmethod
     def of_size(cls, size: int, num_queries: int, num_keys: int) -> QueryBlocks:
-        """All queries in blocks of this size; the last may be smaller."""
+        """Divide all queries into blocks of this size; the last may be smaller."""
         start = np.arange(0, num_queries, size)
         stop = np.minimum(start + size, num_queries)
         return cls(start, stop, num_queries, num_keys, num_keys)
@@ -50,7 +50,8 @@ class QueryBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockCounts:
-    """How many blocks of queries × keys a mask allows all of, some of, and none of."""
+    """The numbers of blocks of queries × keys that a mask allows entirely, partly and not at
+    all."""
 
     full: int
     partial: int
@@ -58,7 +59,7 @@ class BlockCounts:
 
     @property
     def share(self) -> float:
-        """Of all blocks, those that are computed."""
+        """The share of the blocks that are computed."""
         total = self.full + self.partial + self.skipped
         return (self.full + self.partial) / total if total else 0.0
 
@@ -71,11 +72,11 @@ class BlockCounts:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The answers for blocks of queries, of each batch item and head that the mask tells apart.
+    """The answers of a mask for blocks of queries, per batch item and head where these differ.
 
-    All rows of keys, [items, heads, blocks], lie one behind the other on one line, which is
-    divided into runs: run r ends before `ends[r]`, and its answer is `kinds[r]`. No run reaches
-    over the end of a row.
+    The rows of keys, one for each of [items, heads, blocks], are concatenated to one line, which is
+    divided into runs: run r ends before `ends[r]`, and its answer is `kinds[r]`. No run crosses the
+    end of a row.
     """
 
     shape: tuple[int, int, int]
@@ -85,7 +86,7 @@ class Plan:
 
     @classmethod
     def of_rows(cls, width: int, ends: Sequence[Numbers], kinds: Sequence[Numbers]) -> Plan:
-        """Rows with runs of the same answers that end at various keys; both broadcast to [items,
+        """Make a plan from the ends and the answers of run after run, each broadcastable to [items,
         heads, blocks]. Ends do not decrease, and the last is `width`."""
         bounds = np.stack(np.broadcast_arrays(*ends), axis=-1)
         bounds = bounds.reshape((1,) * (4 - bounds.ndim) + bounds.shape)
@@ -97,7 +98,7 @@ class Plan:
 
     @classmethod
     def of_grid(cls, ends: np.ndarray, kinds: np.ndarray) -> Plan:
-        """Answers [items, heads, blocks, runs] for runs that end at the same keys [runs]."""
+        """Make a plan of answers [items, heads, blocks, runs] whose runs end at the keys [runs]."""
         width, size = int(ends[-1]), len(ends)
         is_last = np.ones(kinds.shape, bool)
         is_last[..., :-1] = kinds[..., 1:] != kinds[..., :-1]
@@ -108,7 +109,8 @@ class Plan:
     def of_band(
         cls, blocks: QueryBlocks, lower: Numbers | None, upper: Numbers | None, inside: int = ALL
     ) -> Plan:
-        """Query i sees the keys i + lower … i + upper, or some of these; None: no limit."""
+        """Make the plan of a band: query i sees the keys i + lower … i + upper, or only some of
+        them if `inside` is `SOME`; None: no limit."""
         width = blocks.width
 
         def key(offset: Numbers) -> np.ndarray:
@@ -128,7 +130,7 @@ class Plan:
 
     @classmethod
     def whole(cls, kind: int, blocks: QueryBlocks) -> Plan:
-        """One answer for all queries and keys."""
+        """Make a plan with one answer for all queries and keys."""
         return cls.of_rows(blocks.width, [np.full_like(blocks.start, blocks.width)], [kind])
 
     def __and__(self, other: Plan) -> Plan:
@@ -141,15 +143,14 @@ class Plan:
         return replace(self, kinds=(ALL - self.kinds).astype(np.int8))
 
     def where(self, chosen: np.ndarray) -> Plan:
-        """The same plan for the chosen blocks [blocks]; the others are `SOME` everywhere."""
+        """Return the plan with `SOME` everywhere in the blocks that are not chosen, [blocks]."""
         if chosen.all():
             return self
         is_known = np.tile(chosen, self.shape[0] * self.shape[1])[self._row_of_runs()]
         return replace(self, kinds=np.where(is_known, self.kinds, SOME).astype(np.int8))
 
     def expanded(self, items: int, heads: int, blocks: int) -> Plan:
-        """The plan with rows of its own for [items, heads, blocks], to which its shape
-        broadcasts."""
+        """Return the plan with its rows repeated to the shape [items, heads, blocks]."""
         shape = items, heads, blocks
         if self.shape == shape:
             return self
@@ -163,7 +164,7 @@ class Plan:
         return Plan(shape, self.width, self.ends[run] + shift, self.kinds[run])
 
     def simplified(self) -> Plan:
-        """The same plan without empty runs, and with neighbours of one answer as one run."""
+        """Return the plan without empty runs, and with neighbouring runs of one answer merged."""
         kept = np.diff(self.ends, prepend=0) > 0
         ends, kinds = self.ends[kept], self.kinds[kept]
         is_last = ends % max(1, self.width) == 0
@@ -171,8 +172,8 @@ class Plan:
         return Plan(self.shape, self.width, ends[is_last], kinds[is_last])
 
     def rows(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Of each row its runs (start, end, answer) that are not `NONE`, one row after the other;
-        of a simplified plan."""
+        """Yield for each row the list of its runs (start, end, answer) that are not `NONE`; the
+        plan must be simplified."""
         runs: list[tuple[int, int, int]] = []
         start = offset = 0
         for end, kind in zip(self.ends.tolist(), self.kinds.tolist(), strict=True):
@@ -184,9 +185,11 @@ class Plan:
                 runs, offset = [], end
 
     def blocks(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Blocks of so many keys that are not `NONE`, row by row, each [number]: their row of all
-        [items × heads × blocks], their place in it, and whether they are `ALL`; of a simplified
-        plan."""
+        """Return the blocks of `size` keys that are not `NONE`, row by row.
+
+        The plan must be simplified. Each result is [number]: the row, counted over all items ×
+        heads × blocks, the block's number in its row, and whether it is `ALL`.
+        """
         (row, column), full = (_one_by_one(*runs(size)) for runs in (self._seen, self._full))
         columns = -(-self.width // size)
         is_full = np.zeros(len(row), bool)
@@ -194,14 +197,14 @@ class Plan:
         return row, column, is_full
 
     def count(self, size: int) -> BlockCounts:
-        """How many blocks of so many keys the rows have, by answer; of a simplified plan."""
+        """Count the blocks of `size` keys by answer; the plan must be simplified."""
         full, seen = (
             int((after - first).sum()) for _, first, after in (self._full(size), self._seen(size))
         )
         return BlockCounts(full, seen - full, prod(self.shape) * -(-self.width // size) - seen)
 
     def _full(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Runs of key blocks that are `ALL`: their row, first block, and the block after them."""
+        """Return the runs of key blocks that are `ALL`: row, first block, end (exclusive)."""
         row = self._row_of_runs()
         ends, starts = self.ends - row * self.width, np.append(0, self.ends[:-1]) - row * self.width
         first = -(-starts // size)
@@ -210,14 +213,14 @@ class Plan:
         return row[chosen], first[chosen], after[chosen]
 
     def _seen(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same of key blocks that are not `NONE`."""
+        """Return the runs of key blocks that are not `NONE`: row, first block, end (exclusive)."""
         plan = replace(self, kinds=np.minimum(self.kinds, SOME)).simplified()
         row = plan._row_of_runs()
         ends, starts = plan.ends - row * plan.width, np.append(0, plan.ends[:-1]) - row * plan.width
         chosen = plan.kinds != NONE
         row, first, after = row[chosen], (starts // size)[chosen], -(-ends // size)[chosen]
         is_shared = (np.diff(row, prepend=-1) == 0) & (first < np.append(0, after[:-1]))
-        return row, first + is_shared, after  # a block of two runs is of the first of them
+        return row, first + is_shared, after  # a block shared by two runs belongs to the first
 
     def _row_of_runs(self) -> np.ndarray:
         return np.maximum(self.ends - 1, 0) // max(1, self.width)
@@ -226,7 +229,7 @@ class Plan:
 def _one_by_one(
     row: np.ndarray, first: np.ndarray, after: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of runs `first` … `after` − 1 each number, and its row."""
+    """Return all numbers of the runs `first` … `after` − 1, with the row of each."""
     counts = after - first
     shift = first - (counts.cumsum() - counts)
     return np.repeat(row, counts), np.arange(counts.sum()) + np.repeat(shift, counts)
@@ -236,10 +239,10 @@ def _combined(a: Plan, b: Plan, operation: Callable[..., np.ndarray]) -> Plan:
     items, heads, blocks = np.broadcast_shapes(a.shape, b.shape)
     a, b = a.expanded(items, heads, blocks), b.expanded(items, heads, blocks)
     ends = np.concatenate([a.ends, b.ends])
-    order = np.argsort(ends, kind="stable")  # which merges what is sorted already
+    order = np.argsort(ends, kind="stable")  # a merge, since both halves are sorted
     ends = ends[order]
-    kept = np.flatnonzero(np.diff(ends, prepend=0))  # of equal ends the first
+    kept = np.flatnonzero(np.diff(ends, prepend=0))  # the first of equal ends
     is_of_a = order < len(a.ends)
-    runs_of_a = (is_of_a.cumsum() - is_of_a)[kept]  # as many have ended before
+    runs_of_a = (is_of_a.cumsum() - is_of_a)[kept]  # the number of runs of a that ended before
     kinds = operation(a.kinds[runs_of_a], b.kinds[kept - runs_of_a])
     return replace(a, ends=ends[kept], kinds=kinds)

@@ -1,4 +1,4 @@
-"""Edges that were seen before: what is made of a tensor is made once, for all that are given it."""
+"""A cache of the `Edges` made from a tensor, so that all layers given that tensor share them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import Kept, Made, as_counted, as_it_is, has_values
 from attnkit.core.operators.modes import PLAIN
 
-MOST = 64  # tensors, so that the memory of a long list of graphs is not multiplied
+MOST = 64  # tensors in the cache: it must not multiply the memory of a long list of graphs
 _SEEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Of each tensor the last that was made of it, `Kept`. Nothing in it refers to the tensor itself,
-so that it goes with the tensor. There is no lock: two threads may both sort, and both are right; a
-lock that is held where a process forks would never be free in the child."""
+"""For each tensor the last `Kept` object that was made from it. The object does not refer to the
+tensor, so that both are freed together. There is no lock: two threads may both sort the edges, with
+equal results, and a lock that is held while a process forks would never be released in the
+child."""
 
 
 def remembered_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> Edges:
-    """`Edges` of this tensor, the same object at every call: its edges are sorted once.
+    """Return the `Edges` of this tensor, the same object at every call, so that they are sorted
+    once.
 
-    They are kept as long as the tensor object lives, of the last 64 tensors that came. The kernel
-    `edges_numba` keeps 2.6 times its memory, 4.3 times with self-loops; `edges`, which keeps tables
-    for each head, up to 25 times. They are made anew for other sizes and where the tensor was
-    written to. On a CPU it does not matter who wrote: `Edges` compares the numbers. A GPU would
-    have to be waited for. There only what torch counts is compared, the tensor's version and where
-    its memory stands: what `.data`, DLPack or another library writes into that memory is not seen.
-    On a GPU they are also made anew for another stream, which might read them too early.
+    The cache holds the edges of the last 64 tensors, each as long as the tensor object lives. The
+    kernel `edges_numba` keeps 2.6 times the memory of the tensor, 4.3 times with self-loops;
+    `edges`, which keeps tables for each head, up to 25 times. New edges are made for other sizes
+    and after the tensor was written to. On a CPU every write is noticed, since `Edges` compares the
+    numbers. On a GPU that would mean waiting for it, so only the tensor's version counter and the
+    address of its memory are compared: writes through `.data`, DLPack or another library are not
+    noticed. On a GPU new edges are also made for another stream, which might read them too early.
 
-    Nothing is remembered within torch.compile, export, tracing, torch.func and the capture of CUDA
-    graphs, nor of a tensor that is not the memory of its edges (of 16 bits, of a class of the
-    user's), nor of one on a GPU that is sparse or was made in inference mode.
+    Nothing is cached inside torch.compile, export, tracing, torch.func and the capture of CUDA
+    graphs, nor for a tensor that must be converted first (16-bit integers, subclasses of the
+    user's), nor for a tensor on a GPU that is sparse or was made in inference mode.
 
     Raises:
         TypeError, ValueError, IndexError: as `Edges`.
@@ -41,21 +43,22 @@ def remembered_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> 
     memory = _memory(edge_index)
     if memory is None:
         return Edges(edge_index, *sizes)
-    if edge_index.layout is not torch.strided:  # of which `Edges` makes a copy
+    if edge_index.layout is not torch.strided:  # `Edges` makes a copy of these
         kind = *sizes, edge_index.layout, edge_index.shape
         return remembered(edge_index, memory, kind, lambda: Edges(edge_index, *sizes))
     key = *sizes, _stream(memory[0]), as_counted(memory[0])
-    # `Edges` itself compares the numbers, of memory that is held here, so that its address stays
+    # `Edges` itself compares the numbers; it holds the memory, so that its address is not reused
     return remembered(edge_index, [], key, lambda: Edges(memory[0].detach(), *sizes))
 
 
 def remembered_of(
     tensors: Sequence[Tensor | None], key: tuple[Hashable, ...], make: Callable[[], Made]
 ) -> Made:
-    """What `make()` gives, which is made of copies of these tensors; the same object as long as the
-    first of them lives, under the conditions of `remembered_edges`.
+    """Return `make()`, cached as long as the first of these tensors lives.
 
-    key: what else it is made of.
+    The conditions are those of `remembered_edges`; the result must hold copies of the tensors only.
+
+    key: what else the result depends on.
     """
     parts, kinds = [], []
     for tensor in tensors:
@@ -66,15 +69,15 @@ def remembered_of(
         kinds.append((tensor.layout, tensor.shape, _stream(tensor)))
     if not parts:
         return make()
-    # held, so that no other tensor gets the address of one that is gone
+    # kept alive, so that no other tensor gets the address of one that was freed
     held = [part.detach() for part in parts if not part.is_cpu]
     made = remembered(tensors[0], parts, (*key, *kinds), lambda: (make(), held))  # type: ignore[arg-type]
     return made[0]
 
 
 def _memory(tensor: Tensor | None) -> list[Tensor] | None:
-    """The tensors whose numbers are the edges, or types, that a tensor says; None where nothing may
-    be remembered of it."""
+    """Return the plain tensors that hold the numbers of a tensor of edges or types; None if nothing
+    may be cached for it."""
     if not isinstance(tensor, Tensor) or not has_values(tensor.device):
         return None
     if torch._C._len_torch_dispatch_stack():
@@ -82,14 +85,14 @@ def _memory(tensor: Tensor | None) -> list[Tensor] | None:
     if tensor.layout in _PLACES and tensor.is_cpu:
         return [getattr(tensor, name)() for name in _PLACES[tensor.layout]]
     memory = tensor.as_tensor() if hasattr(tensor, "as_tensor") else tensor
-    is_told = memory.is_cpu or not (memory.is_meta or memory.is_inference())  # of what is written
+    shows_writes = memory.is_cpu or not (memory.is_meta or memory.is_inference())
     is_itself = memory.layout is torch.strided and type(memory) in PLAIN
-    is_index = memory.dtype in (torch.int32, torch.int64)  # others are converted to
-    return [memory] if is_told and is_itself and is_index else None
+    is_index = memory.dtype in (torch.int32, torch.int64)  # other dtypes are converted to these
+    return [memory] if shows_writes and is_itself and is_index else None
 
 
 def _stream(tensor: Tensor) -> int | None:
-    """The stream of a GPU that work on a tensor would wait in now."""
+    """Return the current stream of the tensor's GPU; None on other devices."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
 
 
@@ -103,13 +106,15 @@ _PLACES = {
 def remembered(
     owner: Tensor, parts: Sequence[Tensor], key: tuple[Hashable, ...], make: Callable[[], Made]
 ) -> Made:
-    """What `make()` gives, kept as long as `owner` lives, to which it must not refer; made again
-    for another key, and where a part is no longer what it was."""
+    """Return `make()`, cached as long as `owner` lives; the result must not refer to `owner`.
+
+    It is made again for another key, and after one of the parts has changed.
+    """
     found: Kept[Made] | None = _SEEN.get(owner)
     if found is None or not found.is_of(key, parts):
-        with torch.inference_mode(False):  # for training too
+        with torch.inference_mode(False):  # training may read the result later
             found = Kept(key, tuple(map(as_it_is, parts)), make(), torch.empty(0))
         _SEEN[owner] = found
-        for reference in _SEEN.keyrefs()[:-MOST]:  # the oldest
+        for reference in _SEEN.keyrefs()[:-MOST]:  # the oldest ones
             _SEEN.data.pop(reference, None)
     return found.value

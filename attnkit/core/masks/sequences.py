@@ -16,7 +16,7 @@ from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Query i sees the keys up to its own position.
+    """A causal mask: query i sees the keys up to its own position.
 
     | align            | i sees j when              | meaning where queries ≠ keys               |
     |------------------|----------------------------|--------------------------------------------|
@@ -37,7 +37,7 @@ class Causal(Mask):
         check_align(self, num_queries, num_keys)
 
     def offset(self, num_queries: Any, num_keys: Any) -> Any:
-        """Query i sees the keys j ≤ i + offset."""
+        """Return the offset such that query i sees the keys j ≤ i + offset."""
         return num_keys - num_queries if self.align == "bottom_right" else 0
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
@@ -52,9 +52,9 @@ class Causal(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Padding(Mask):
-    """Every query of item b sees the keys of item b that are not padding.
+    """A padding mask: every query of a batch item sees the keys of the item that are not padding.
 
-    `lengths`: for each item, how many keys are real, or which ones (booleans).
+    lengths: for each item the number of real keys, which come first, or booleans, True = real.
     """
 
     lengths: Annotated[Tensor, "batch", int] | Annotated[Tensor, "batch keys", bool]
@@ -95,7 +95,7 @@ class Padding(Mask):
         lengths, width = self.lengths.numpy(force=True)[:, None, None], blocks.width
         if self.lengths.dtype == torch.bool:
             changes = np.count_nonzero(lengths[..., 1:] != lengths[..., :-1], axis=-1)
-            if changes.max(initial=0) > max(KEY_BLOCK, width // KEY_BLOCK):  # scattered keys
+            if changes.max(initial=0) > max(KEY_BLOCK, width // KEY_BLOCK):  # many short runs
                 return Dense(self.lengths[:, None, None]).plan(blocks)
             kinds = np.where(lengths, ALL, NONE).astype(np.int8)
             plan = Plan.of_grid(np.arange(1, width + 1), kinds)
@@ -107,11 +107,12 @@ class Padding(Mask):
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """Query i sees the keys i − left … i + right (Beltagy et al., Longformer, 2020).
+    """A sliding window: query i sees the keys i − left … i + right (Beltagy et al., Longformer,
+    2020).
 
-    `None` means no limit on that side. For queries ≠ keys, `align` gives the place of query i among
-    the keys, as in `Causal`: at key i ("top_left") or at key i + keys − queries ("bottom_right").
-    `Window(left, right) & Causal()` is `Window(left, 0)`.
+    `None` means no limit on that side. If the numbers of queries and keys differ, `align` gives the
+    position of query i among the keys, as in `Causal`: key i ("top_left") or key i + keys − queries
+    ("bottom_right"). `Window(left, right) & Causal()` is `Window(left, 0)`.
     """
 
     left: int | None
@@ -150,17 +151,17 @@ class Window(Mask):
         return Plan.of_band(blocks, *self.band(blocks.num_queries, blocks.num_keys))
 
 
-FEW = 1024  # numbers on a CPU, which are read sooner than compared with those that were kept
+FEW = 1024  # lengths on a CPU: reading so few takes less time than comparing them with a copy
 
 
 @dataclass(frozen=True, eq=False)
 class Packed(Mask):
-    """Several sequences, concatenated; each sees only itself.
+    """Several sequences, concatenated; the tokens of a sequence see only that sequence.
 
-    lengths: the queries of each sequence; their sum is the number of queries.
-    key_lengths: the keys of each; None: as many as queries.
+    lengths: the number of queries of each sequence; their sum is the number of queries.
+    key_lengths: the number of keys of each sequence; None: `lengths`.
 
-    Combined by `&`, `Causal` and `Window` count within each sequence.
+    `Causal` and `Window` that are combined with it by `&` count positions within each sequence.
     """
 
     lengths: Annotated[Tensor, "sequences", int]
@@ -186,12 +187,12 @@ class Packed(Mask):
     def both_lengths(
         self,
     ) -> tuple[Annotated[Tensor, "sequences", int], Annotated[Tensor, "sequences", int]]:
-        """The lengths in queries and in keys."""
+        """The lengths of the sequences in queries and in keys."""
         return self.lengths, self.lengths if self.key_lengths is None else self.key_lengths
 
     @property
     def known_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The same as numbers, read once: of a tensor on a GPU, reading waits for it."""
+        """`both_lengths` as Python numbers; read once, because reading waits for a GPU."""
 
         def read() -> tuple[tuple[int, ...], tuple[int, ...]]:
             queries = tuple(self.lengths.tolist())
@@ -204,7 +205,7 @@ class Packed(Mask):
 
     def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
         if torch.compiler.is_compiling():
-            return  # lengths have no values yet
+            return  # the lengths have no values while torch.compile traces
         if any(map(torch._C._functorch.is_batchedtensor, self.both_lengths)):
             raise ValueError("mask: torch.vmap over the lengths of Packed is not supported; loop")
         tokens = ("queries", num_queries), ("keys", num_keys)
@@ -218,7 +219,8 @@ class Packed(Mask):
                 )
 
     def check_inside(self, masks: Sequence[Mask]) -> None:
-        """Raise ValueError where a mask does not say how it is aligned within the sequences."""
+        """Raise ValueError if a mask has no `align` and a sequence has unequal numbers of queries
+        and keys."""
         ambiguous = [mask for mask in masks if getattr(mask, "align", None) is None]
         if not ambiguous or self.key_lengths is None or torch.compiler.is_compiling():
             return
@@ -227,7 +229,8 @@ class Packed(Mask):
                 mask.check(1, 1, num_queries, num_keys)
 
     def within(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query and key counted within their sequences, and the lengths of the query's."""
+        """Return the positions of query and key within the query's sequence, and the numbers of its
+        queries and keys."""
         lengths, key_lengths = (lengths.to(query.device) for lengths in self.both_lengths)
         ends, key_ends = lengths.cumsum(0), key_lengths.cumsum(0)
         sequence = _sequence_of(query, ends)
@@ -250,8 +253,9 @@ class Packed(Mask):
         return Plan.of_rows(blocks.width, [start, stop, width], [NONE, inside, NONE])
 
     def blocks_within(self, blocks: QueryBlocks) -> tuple[QueryBlocks, np.ndarray]:
-        """The same blocks, their queries counted from where the keys of their sequence begin, of
-        sequences as long as these; and which blocks lie within one sequence."""
+        """Return the blocks for masks that count within sequences, and which blocks lie within one
+        sequence: queries are counted from where the keys of their sequence begin, and `num_queries`
+        and `num_keys` are those of the sequence."""
         first, last, queries, keys = self._sequences_of(blocks)
         start, key_start = np.append(0, queries)[first], np.append(0, keys)[first]
         shift = key_start - start
@@ -260,8 +264,8 @@ class Packed(Mask):
         return inside, first == last
 
     def _sequences_of(self, blocks: QueryBlocks) -> tuple[np.ndarray, ...]:
-        """The first and the last sequence of each block, and where each sequence ends, in queries
-        and in keys."""
+        """Return the first and the last sequence of each block, and the end of each sequence in
+        queries and in keys."""
         queries, keys = (np.cumsum(lengths, dtype=np.int64) for lengths in self.known_lengths)
         first = np.searchsorted(queries, blocks.start, side="right")
         last = np.searchsorted(queries, blocks.stop - 1, side="right")
@@ -283,8 +287,8 @@ class Packed(Mask):
 
 @dataclass(frozen=True, eq=False)
 class _PackedTables(Mask):
-    """`Packed`, as kernels look it up: of each query [queries] and of each key [keys] its sequence;
-    of each query where its sequence begins, in queries and in keys, and how long it is."""
+    """`Packed` as lookup tables: the sequence of each query [queries] and of each key [keys], and
+    for each query where its sequence begins and how long it is, in queries and in keys."""
 
     sequence: Tensor
     key_sequence: Tensor
@@ -307,7 +311,7 @@ class _PackedTables(Mask):
 
 
 def _signed(lengths: Tensor) -> Tensor:
-    """Lengths in a dtype that torch computes with; it does not with these."""
+    """Return the lengths in a signed dtype; torch computes little with unsigned ones."""
     return lengths.long() if lengths.dtype in _UNSIGNED else lengths
 
 
@@ -321,7 +325,7 @@ def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
 
 
 def check_align_name(align: str | None, name: str) -> None:
-    """ValueError unless the alignment is a known one."""
+    """Raise ValueError if the alignment has an unknown name."""
     if align not in (None, "top_left", "bottom_right"):
         raise ValueError(
             f"align: expected 'top_left' or 'bottom_right', got {align!r} ({name} mask)"
@@ -329,7 +333,7 @@ def check_align_name(align: str | None, name: str) -> None:
 
 
 def check_align(mask: Any, num_queries: int, num_keys: int) -> None:
-    """ValueError where the alignment matters and was not given."""
+    """Raise ValueError if the alignment matters and was not given."""
     if mask.align is None and num_queries != num_keys:
         raise ValueError(
             f"mask: {type(mask).__name__}() with {num_queries} queries and {num_keys} keys is "

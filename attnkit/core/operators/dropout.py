@@ -10,10 +10,10 @@ HALF = 2**31
 
 
 def keep_mask(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
-    """What dropout multiplies by, shaped as `like`: 0 with probability p, else 1 / (1 − p).
+    """Return the factors of dropout, shaped as `like`: 0 with probability p, else 1 / (1 − p).
 
-    On a CPU of 32 random bits a number, drawn by twos, rather than by torch's Bernoulli
-    distribution: p is exact to 2⁻³².
+    On a CPU each is drawn from 32 random bits, two from one draw of 64 bits, which is faster than
+    torch's Bernoulli distribution; p is exact to 2⁻³².
     """
     if not like.is_cpu:
         return torch.empty_like(like).bernoulli_(1 - p, generator=generator).div_(1 - p)
@@ -26,5 +26,5 @@ def keep_mask(like: Tensor, p: float, generator: torch.Generator | None = None) 
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """`torch.nn.functional.dropout` in training, equal in law."""
+    """Apply dropout as `torch.nn.functional.dropout` in training, with the same distribution."""
     return x * keep_mask(x, p) if 0 < p < 1 and is_plain(x) else F.dropout(x, p)

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and the folder of attnkit's own."""
+"""Files that are written completely or not at all, and attnkit's cache folder."""
 
 import os
 from collections.abc import Iterator
@@ -8,18 +8,18 @@ from typing import IO
 
 
 def cache_folder() -> Path:
-    """Where attnkit keeps downloads and caches: `$XDG_CACHE_HOME/attnkit`."""
+    """Return the folder of attnkit's downloads and caches: `$XDG_CACHE_HOME/attnkit`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnkit"
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A binary file to write and read, which becomes `path` when the block ends without an error.
+    """Yield a binary file to write and read, which replaces `path` if the block does not raise.
 
-    Folders are made as needed. The last step is a rename: a reader (or a crash) sees the old file
-    or the new one, never half of it. Where the file system can (most of Linux's), the file has no
-    name until it is whole and on the disk: nothing remains of one that was not finished, not even
-    after `kill -9`. What a kill between naming and renaming left is removed the next time.
+    Folders are made as needed. The last step is a rename, so that a reader, or a crash, finds the
+    old file or the new one, never half of it. On most file systems of Linux the file has no name
+    until it is complete and on the disk, so that an unfinished file leaves nothing behind, even
+    after `kill -9`. A leftover of a kill between naming and renaming is removed the next time.
     """
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
                 source = f"/proc/self/fd/{file.fileno()}"
                 os.link(source, beside.name, dst_dir_fd=folder, follow_symlinks=True)
         os.replace(beside, final)
-        with suppress(OSError):  # not every file system knows how to
+        with suppress(OSError):  # not every file system supports it
             os.fsync(folder)
     finally:
         os.close(folder)
@@ -46,8 +46,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """In the block no other process is in such a block of this folder, where folders can be locked:
-    to read a file, and write it anew with something added."""
+    """Lock the folder against other processes that use this function, where folders can be locked;
+    for reading a file and writing it again with an addition."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(ImportError, OSError):
@@ -60,7 +60,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(final: Path) -> None:
-    """Remove files beside `final` of processes that have ended."""
+    """Remove the temporary files beside `final` that processes which have ended left."""
     prefix = f".{final.name}."
     for name in os.listdir(final.parent):
         pid = name.removeprefix(prefix)
@@ -70,7 +70,7 @@ def _remove_leftovers(final: Path) -> None:
             except ProcessLookupError:
                 (final.parent / name).unlink(missing_ok=True)
             except OSError:
-                pass  # somebody else's, and alive
+                pass  # a running process of another user
 
 
 def _without_name(folder: Path) -> IO[bytes] | None:

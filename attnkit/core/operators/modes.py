@@ -1,4 +1,4 @@
-"""What torch does with the running code beside computing it: trace, transform, differentiate."""
+"""Queries of torch's state: whether it traces, transforms or differentiates the running code."""
 
 from collections.abc import Iterable
 
@@ -10,8 +10,8 @@ PLAIN = {Tensor, nn.Parameter}
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether all are on a CPU, outside of tracing and torch.func: operators may then be replaced
-    by quicker ones of the same results."""
+    """Return whether all are plain tensors on a CPU, outside of tracing and torch.func; operators
+    may then be replaced by faster ones with equal results."""
     return all(tensor.is_cpu and type(tensor) in PLAIN for tensor in tensors) and not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -21,7 +21,7 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 def has_tangent(tensors: Iterable[object]) -> bool:
-    """Whether forward-mode differentiation goes through one of them."""
+    """Return whether one of the tensors takes part in forward-mode differentiation."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or any(

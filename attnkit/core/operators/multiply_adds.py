@@ -1,4 +1,4 @@
-"""How much a module computes, in multiply-adds."""
+"""The cost of a module in multiply-adds."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,29 +16,30 @@ from attnkit.core.running import undisturbed
 
 
 def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any) -> int:
-    """The multiply-adds of `module(*inputs, **options)`: products whose results are summed.
+    """Count the multiply-adds of `module(*inputs, **options)`: products whose results are summed.
 
-    A linear layer of n tokens has n · in · out, a convolution one for each weight and place of its
-    output, attention of n queries and m keys n · m · (head_dim + value_dim) for each head, and the
-    attention of E edges E · (head_dim + value_dim) and E for the sum of the weights. Not counted
-    are additions of biases, norms, activations, the softmax, the products of a gate with its map,
-    recurrent layers and `nn.Bilinear`.
+    A linear layer on n tokens has n · in · out, a convolution one for each weight and output
+    position, attention of n queries and m keys n · m · (head_dim + value_dim) for each head, and
+    attention over E edges E · (head_dim + value_dim), plus E for the sum of the weights. Additions
+    of biases, norms, activations, the softmax, the products of a gate with its map, recurrent
+    layers and `nn.Bilinear` are not counted.
 
-    What runs is counted: a window also computes what its blocks hold beyond its edges, and a mask
-    that only hides keys in a kernel, or any mask in FlexAttention, costs as much as no mask. Triton
-    kernels for edges are not seen by torch; torch's operators run in their place.
+    The count is of what really runs: a window includes what its blocks compute beyond its edges,
+    and a mask that a kernel applies to computed scores, or any mask in FlexAttention, costs as much
+    as no mask. torch cannot count Triton kernels for edges; torch's operators run in their place.
 
-    It is the count of `torch.utils.flop_counter` halved, with what torch leaves out: sampled and
+    The count is half that of `torch.utils.flop_counter`, plus what torch leaves out: sampled and
     sparse products, weighted sums of rows, products with vectors, the additive score, and torch's
     `MultiheadAttention` and `TransformerEncoderLayer` in evaluation, whose fast path torch counts
     as 0.
 
     Args:
-        module: run once, in evaluation and without gradients, and left as it was: modes, buffers,
-            random state. Compiled code runs uncompiled. A function is run as it is.
-        inputs, options: what it is called with.
+        module: a module, which runs once in evaluation mode without gradients; its modes and
+            buffers and the random state are restored. Compiled code runs uncompiled. A function is
+            called as it is.
+        inputs, options: the arguments of the call.
     """
-    module = getattr(module, "_orig_mod", module)  # what torch.compile wrapped
+    module = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     with ExitStack() as stack:
         if isinstance(module, nn.Module):
             stack.enter_context(undisturbed(module))
@@ -48,7 +49,7 @@ def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any
         stack.enter_context(shared("torch's fast path", _without_fast_path))
         stack.enter_context(dispatch_flags_kept())
         counter = FlopCounterMode(display=False, custom_mapping=_formulas())
-        # torch's tracker asks for the gradient of an expanded parameter, which has none here
+        # torch's tracker reads the gradient function of an expanded parameter; there is none here
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         stack.enter_context(counter)
         module(*inputs, **options)
@@ -56,7 +57,7 @@ def count_multiply_adds(module: Callable[..., Any], *inputs: Any, **options: Any
 
 
 class _NoModules(nullcontext):
-    """What tells torch's counter in which modules it is: in none, of the whole alone."""
+    """A module tracker for torch's counter that does not distinguish modules."""
 
     parents = ("Global",)
 
@@ -73,7 +74,7 @@ def _without_fast_path() -> Iterator[None]:
 
 
 def _formulas() -> dict[Any, Any]:
-    """FLOPs, two for each multiply-add, of the operators that torch's counter passes over."""
+    """Return formulas of FLOPs, two per multiply-add, for operators that torch does not count."""
     aten = torch.ops.aten
     return {
         aten.mm: _raw(lambda a, b, **_: _product(a, b)),
@@ -98,7 +99,7 @@ def _formulas() -> dict[Any, Any]:
 
 
 def _raw(formula: Callable[..., int]) -> Callable[..., int]:
-    """Marked as torch marks formulas that read tensors and not only their shapes."""
+    """Mark a formula as torch marks those that are given tensors and not only their shapes."""
 
     def count(*args: Any, out_val: Any = None, out: Any = None, **kwargs: Any) -> int:
         return formula(*args, **kwargs)
@@ -128,12 +129,12 @@ def _bag(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    # without weights rows are only added
+    # without weights there are only additions
     return 0 if per_sample_weights is None else 2 * indices.numel() * weight.shape[1]
 
 
 def _solve(a: Tensor, b: Tensor, **kwargs: Any) -> int:
-    """Substitution: each row of b less what the rows before it make of it."""
+    """Return the FLOPs of solving by substitution."""
     size = a.shape[-1]
     batch = prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     return batch * size * (size - 1) * b.shape[-1]

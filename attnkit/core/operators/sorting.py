@@ -1,4 +1,4 @@
-"""Edges sorted by target and by source at once, by a counting sort that numba compiles."""
+"""Sorting of edges by target and by source at once, by a counting sort that numba compiles."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor
 
 from attnkit.core.operators.modes import is_plain
 
-LEAST_EDGES = 2**12  # fewer take NumPy less time than loading the kernel takes numba
+LEAST_EDGES = 2**12  # with fewer, NumPy sorts faster than numba loads the kernel
 
 
 class Sorted(NamedTuple):
-    """Edges in the order of their targets, and the way to the order of their sources: the tensors
-    of `Adjacency`, by the same names."""
+    """Sorted edges, as the tensors of `Adjacency`, by the same names."""
 
     offsets: Tensor
     target: Tensor
@@ -27,11 +26,11 @@ class Sorted(NamedTuple):
 
 
 def sort_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> Sorted | None:
-    """Both orders of edge_index [2, edges], sources in row 0; the edges of one node stay in theirs.
+    """Sort edge_index [2, edges], sources in row 0, by target and by source; both sorts are stable.
 
-    None where torch has to: without a numba that works, for anything but plain int32 or int64 on a
-    CPU, for so few edges that it does not pay or so many that int32 does not count them, and where
-    a node is not there.
+    Returns None if torch has to sort: numba is missing or broken, the tensor is not a plain int32
+    or int64 one on a CPU, there are too few edges to pay or too many for int32, or a node's index
+    is out of range.
     """
     num_edges = edge_index.shape[1]
     if not is_plain(edge_index) or edge_index.dtype not in (torch.int32, torch.int64):
@@ -66,6 +65,6 @@ def sort_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> Sorted
 def _is_there() -> bool:
     try:
         from attnkit.core.operators import sorting_kernels  # noqa: F401
-    except ImportError:  # also where it does not go together with NumPy
+    except ImportError:  # numba also raises it for a NumPy that it does not support
         return False
     return True

@@ -9,10 +9,10 @@ from numba import njit
 
 
 def compiled(kernel: Callable[..., Any]) -> Any:
-    """Compiled at the first call, once for a machine where its program can be kept in a file."""
+    """Return the kernel, compiled at its first call and cached in a file if possible."""
     try:
         return njit(nogil=True, cache=True)(kernel)
-    except RuntimeError:  # there is no folder to write to
+    except RuntimeError:  # no folder can be written to
         return njit(nogil=True)(kernel)
 
 
@@ -24,11 +24,11 @@ def counting_sort() -> Callable[..., Any]:
 def _sort(
     edge_index, offsets, target, source, order, by_source, source_offsets, target_by_source
 ):  # fmt: skip
-    """Writes all but edge_index. Returns whether all nodes are there, and whether the edges stood
-    in the order of their targets already. It ends at a node that is not there.
+    """Sort the edges and write all arguments but edge_index. Return whether all nodes are in range,
+    and whether the edges were already sorted by target. Stop at the first node out of range.
 
-    Each number of edge_index is read once: another process may write to it meanwhile, and a place
-    that was counted for one node must not be asked for by another.
+    Each number of edge_index is read only once: another process may write to it meanwhile, and the
+    counts must agree with the places that are taken.
     """
     num_edges, num_targets, num_sources = len(target), len(offsets) - 1, len(source_offsets) - 1
     targets, sources = np.empty(num_edges, np.int32), np.empty(num_edges, np.int32)

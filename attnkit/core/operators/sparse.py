@@ -1,9 +1,9 @@
 """Products with a sparse matrix of features, such as bags of words, on a CPU.
 
-torch transposes the matrix anew in every backward and multiplies by MKL, a third as fast as bags of
-rows are. Here the order of the columns is found once for a matrix and kept as long as it is.
+torch transposes the matrix again in every backward and multiplies with MKL, at a third of the speed
+of bags of rows. Here the order of the columns is computed once for a matrix and kept with it.
 
-A layer that reads node features is called as any module is, within `products_of`.
+A layer that reads node features is called as usual, inside the context `products_of`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def with_values(x: Tensor, values: Tensor) -> Tensor:
-    """A sparse CSR matrix with the pattern of `x` and these values."""
+    """Return a sparse CSR matrix with the pattern of `x` and these values."""
     matrix = torch.sparse_csr_tensor(
         x.crow_indices(), x.col_indices(), values, x.shape, check_invariants=False
     )
@@ -36,12 +36,12 @@ def with_values(x: Tensor, values: Tensor) -> Tensor:
 
 
 def chosen_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows], dense or sparse CSR."""
+    """Return x[rows] of a dense or sparse CSR matrix."""
     return x.index_select(0, rows) if x.layout == torch.strided else sparse_rows(x, rows)
 
 
 def sparse_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows] of a sparse CSR matrix, again sparse CSR.
+    """Return x[rows] of a sparse CSR matrix, again as sparse CSR.
 
     Args:
         x: [all rows, columns], sparse CSR.
@@ -65,7 +65,7 @@ def sparse_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def ranges(starts: Tensor, counts: Tensor) -> Tensor:
-    """The numbers starts[i], starts[i] + 1, …, counts[i] of them, for one i after the other."""
+    """Concatenate the ranges starts[i] … starts[i] + counts[i] − 1."""
     before = counts.cumsum(0) - counts
     total = int(counts.sum())
     steps = torch.repeat_interleave(starts - before, counts, output_size=total)
@@ -73,12 +73,12 @@ def ranges(starts: Tensor, counts: Tensor) -> Tensor:
 
 
 def offsets(counts: Tensor) -> Tensor:
-    """Where each of consecutive groups of these sizes starts, and where the last one ends."""
+    """Return where consecutive groups of these sizes start, and where the last one ends."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def first_rows(x: Tensor, count: int) -> Tensor:
-    """x[:count], dense or sparse CSR."""
+    """Return x[:count] of a dense or sparse CSR matrix."""
     if x.layout != torch.sparse_csr:
         return x[:count]
     if not is_plain(x):
@@ -97,10 +97,8 @@ def first_rows(x: Tensor, count: int) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, also of sparse CSR `x` under autocast.
-
-    torch multiplies a sparse matrix in full precision only.
-    """
+    """Compute `torch.nn.functional.linear`, also for sparse CSR `x` under autocast, where torch
+    fails: it multiplies a sparse matrix in full precision only."""
     if x.layout is torch.strided:
         return F.linear(x, weight, bias)
     with no_autocast(x):
@@ -112,8 +110,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def products_of(*nodes: Tensor) -> AbstractContextManager:
-    """A context in which `torch.nn.Linear`, and whatever else calls `F.linear`, reads these nodes
-    by `linear`, if some of them are sparse."""
+    """Return a context in which all calls of `F.linear`, such as those of `torch.nn.Linear`, use
+    `linear` of this module if some of these node features are sparse."""
     is_dense = all(x.layout is torch.strided for x in nodes)
     return nullcontext() if is_dense or torch.compiler.is_compiling() else _SparseProducts()
 
@@ -124,7 +122,7 @@ class _SparseProducts(TorchFunctionMode):
 
 
 def serves(x: Tensor, table: Tensor) -> bool:
-    """Whether `product` does; what it does not, torch does."""
+    """Return whether `product` supports these tensors; torch multiplies others."""
     return (
         x.layout == torch.sparse_csr
         and is_plain(x, table)
@@ -135,15 +133,15 @@ def serves(x: Tensor, table: Tensor) -> bool:
 
 
 def product(x: Tensor, table: Tensor) -> Tensor:
-    """x @ table, for a sparse CSR matrix and a dense one."""
+    """Compute x @ table of a sparse CSR matrix and a dense one."""
     return _Product.apply(_pattern(x), x.values(), table, False)
 
 
 def _pattern(x: Tensor) -> Adjacency:
-    """The non-zeros as edges from columns to rows."""
+    """Return the non-zeros as edges from columns to rows."""
     pattern = _PATTERNS.get(x)
     if pattern is None:
-        with torch.inference_mode(False):  # kept, and so for training too
+        with torch.inference_mode(False):  # kept, and training may read it later
             starts = x.crow_indices()
             rows = torch.repeat_interleave(starts.diff())
             pattern = Adjacency.of(torch.stack([x.col_indices(), rows]), *x.shape)
@@ -152,8 +150,8 @@ def _pattern(x: Tensor) -> Adjacency:
 
 
 class _Product(torch.autograd.Function):
-    """The matrix, or if `is_transposed` its transpose, times a table. Its gradient is the same
-    with the other."""
+    """The product of the matrix, or of its transpose if `is_transposed`, with a table. The gradient
+    is the product with the other of the two."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Tasks in a few threads of our own, for kernels that compute without Python's lock.
+"""A pool of a few threads for tasks of kernels that release Python's global lock.
 
-Inside of a task torch computes with one thread. A kernel that divides its work among torch's
-threads waits for the last of them, and beside another busy process that one may not run for
-milliseconds, at each of its many operations.
+Inside a task torch computes with one thread. A kernel that divides each of its many operations
+among torch's threads would wait each time for the last of them, which another busy process may keep
+from running for milliseconds.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 
 Finish = Callable[[], None]
-TASKS_PAY = 2**24  # products of a query's and a key's channel that take longer than starting tasks
+TASKS_PAY = 2**24  # products of channels of queries and keys; with fewer, starting tasks is slower
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 
 
 def run_tasks(tasks: Sequence[Callable[[], Finish | None]]) -> None:
-    """Run the tasks, in as many threads as torch may use; this thread is one of them.
+    """Run the tasks in as many threads as torch may use; the calling thread is one of them.
 
-    Each thread takes the next task when it has done one, so that one that another process keeps
-    from its core delays no more than the task it has. What a task returns is called in the order
-    of the tasks, one at a time, so that sums do not depend on the threads.
+    Each thread takes the next task when it has finished one, so that a thread that loses its core
+    to another process delays only its own task. The functions that tasks return are called in the
+    order of the tasks, one at a time, so that sums do not depend on the threads.
     """
     if not tasks:
         return
@@ -37,7 +37,7 @@ def run_tasks(tasks: Sequence[Callable[[], Finish | None]]) -> None:
     lock = Lock()
     finishes: dict[int, Finish | None] = {}
     finished = 0
-    # a thread's own state: tensors made in it may be changed in it only
+    # inference mode is per thread, and inference tensors may be changed only inside it
     inference = torch.is_inference_mode_enabled()
 
     def work() -> None:
@@ -70,22 +70,22 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 @contextmanager
 def one_thread_of_torch() -> Iterator[None]:
-    """Within, torch computes with one thread, as seen from the thread that calls."""
-    before = torch.get_num_threads()  # torch sets it itself, the first time that a thread asks
+    """Make torch compute with one thread in the block, in the calling thread only."""
+    before = torch.get_num_threads()  # the first call in a thread also initializes its setting
     set_openmp, set_mkl = _settings()
     set_openmp(1)
-    of_mkl = set_mkl(1)
+    mkl_before = set_mkl(1)
     try:
         yield
     finally:
         set_openmp(before)
-        set_mkl(of_mkl)
+        set_mkl(mkl_before)
 
 
 @cache
 def _settings() -> tuple[Callable[[int], Any], Callable[[int], int]]:
-    """OpenMP's setting of the calling thread, and MKL's: `torch.set_num_threads` changes all
-    threads. Each does nothing where torch was built without the library."""
+    """Return the functions that set the calling thread's number of threads in OpenMP and in MKL;
+    `torch.set_num_threads` changes all threads. Each does nothing if torch lacks the library."""
     found = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
     library = None if found is None else ctypes.CDLL(str(found))
     names = "omp_set_num_threads", "MKL_Set_Num_Threads_Local"
@@ -93,5 +93,5 @@ def _settings() -> tuple[Callable[[int], Any], Callable[[int], int]]:
     return openmp, mkl
 
 
-if hasattr(os, "register_at_fork"):  # threads are not there in a forked process
+if hasattr(os, "register_at_fork"):  # a forked process does not have the threads
     os.register_at_fork(after_in_child=_pools.clear)

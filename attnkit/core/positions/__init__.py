@@ -1,4 +1,4 @@
-"""Position encodings: added to tokens, applied to queries and keys, or added to scores."""
+"""Position encodings that are added to tokens, applied to queries and keys, or added to scores."""
 
 from typing import TYPE_CHECKING
 

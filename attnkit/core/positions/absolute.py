@@ -1,7 +1,7 @@
 """Absolute positions, added to tokens: fixed sinusoidal tables, and learned ones that can be
 resampled to another length or grid.
 
-A grid is (rows, columns) of patches, numbered row by row as a picture is read.
+A grid is (rows, columns) of patches, which are numbered row by row.
 """
 
 from typing import Annotated, NamedTuple, TypeVar
@@ -15,13 +15,13 @@ from attnkit.core.operators.precision import wide
 
 
 class Resampling(NamedTuple):
-    """How learned positions are brought to another grid.
+    """How learned positions are resampled to another grid.
 
     Attributes:
         mode: "bicubic" or "bilinear".
-        antialias: whether a smaller grid takes the mean of what it leaves out.
-        square: whether they are brought to the square of the longer side, of which a grid is the
-            upper left part, so that rows and columns are scaled alike.
+        antialias: whether resampling to a smaller grid averages neighbours, as in `F.interpolate`.
+        square: whether they are resampled to a square with the grid's longer side, of which the
+            upper left part is taken, so that rows and columns are scaled alike.
     """
 
     mode: str = "bicubic"
@@ -29,24 +29,24 @@ class Resampling(NamedTuple):
     square: bool = False
 
     def whole(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """The grid that positions are resampled to, of which `grid` is the upper left part."""
+        """Return the grid that positions are resampled to; `grid` is its upper left part."""
         return (max(grid), max(grid)) if self.square else grid
 
 
 BICUBIC = Resampling()
-"""As timm's Vision Transformers do."""
+"""The resampling of timm's Vision Transformers."""
 
 
 def sincos_1d(
     num_positions: int, dim: int, *, temperature: float = 10000.0
 ) -> Annotated[Tensor, "positions dim"]:
-    """Fixed sinusoidal positions; add row p to the token at p.
+    """Return a table of fixed sinusoidal positions; row p is added to the token at position p.
 
         row p = [sin(p w), cos(p w)],   w_i = temperature ** (-i / (dim / 2)), i = 0 … dim / 2 - 1
 
-    Row p + k is row p with each pair (sin, cos) turned by k w_i, so that products of rows depend
-    on the difference of their positions only. Of Vaswani et al., Attention Is All You Need, 2017,
-    who put sine and cosine of a frequency side by side where we have all sines first: a fixed
+    Row p + k is row p with each pair (sin, cos) rotated by k w_i, so that products of rows depend
+    on the difference of their positions only. Vaswani et al., Attention Is All You Need, 2017, put
+    the sine and cosine of a frequency side by side; here all sines come first, which is a fixed
     permutation of channels. PyG's `PositionalEncoding` divides by dim / 2 - 1 instead.
 
     Raises:
@@ -62,7 +62,7 @@ def sincos_1d(
 def sincos_2d(
     grid: tuple[int, int], dim: int, *, temperature: float = 10000.0
 ) -> Annotated[Tensor, "patches dim"]:
-    """Fixed 2-D sinusoidal positions, row by row.
+    """Return a table of fixed 2-D sinusoidal positions, row by row.
 
     A patch at (row y, column x) gets `[sin(x w), cos(x w), sin(y w), cos(y w)]` with dim / 4
     frequencies `w_i = temperature ** (-i / (dim / 4))` and x, y counted in patches.
@@ -81,52 +81,53 @@ def sincos_2d(
 
 
 def grid_points(grid: tuple[int, int]) -> Tensor:
-    """Row and column of each patch, integers `[2, rows * columns]`."""
+    """Return the row and column of each patch, integers `[2, rows * columns]`."""
     at_least(1, rows=grid[0], columns=grid[1])
     rows, columns = (torch.arange(size) for size in grid)
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).flatten(1)
 
 
 def band_angles(points: Tensor, num_bands: int, temperature: float) -> Tensor:
-    """points · temperature ** (-i / num_bands), `[..., num_bands]`.
+    """Return points · temperature ** (-i / num_bands), `[..., num_bands]`.
 
-    In float64: the rounding of a frequency is multiplied by the position, which may be large.
+    It is computed in float64, because the rounding error of a frequency is multiplied by the
+    position, which may be large.
     """
     exponents = -torch.arange(num_bands, dtype=torch.float64) / num_bands
     return points.unsqueeze(-1) * temperature**exponents
 
 
 class _Tables(nn.Module):
-    """Learned vectors that are added up; every parameter is a table of them."""
+    """Base class of learned positions; every parameter is a table of vectors, which are summed."""
 
     def __init__(self, std: float) -> None:
         super().__init__()
         self.std = std
 
     def reset_parameters(self) -> None:
-        """Truncated normal; the sum of the tables has the spread `std`."""
+        """Initialize the tables truncated normal; their sum has the standard deviation `std`."""
         tables = list(self.parameters())
         for table in tables:
             nn.init.trunc_normal_(table, std=self.std / len(tables) ** 0.5)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters an optimiser should not shrink."""
+        """Return the names of parameters to which an optimiser should apply no weight decay."""
         return {name for name, _ in self.named_parameters()}
 
 
 class LearnedPositions1d(_Tables):
-    """A learned vector per position of a line: `tokens + table[start : start + num_tokens]`.
+    """A learned vector per position of a sequence: `tokens + table[start : start + num_tokens]`.
 
-    Gehring et al. 2017; BERT (Devlin et al. 2019). Tokens `[batch, tokens, dim]` in and out; there
-    may be fewer of them than positions.
+    Source: Gehring et al. 2017; BERT (Devlin et al. 2019). Input and output are tokens
+    `[batch, tokens, dim]`; there may be fewer tokens than positions.
 
     Args:
         num_positions: rows of the table.
         dim: channels.
-        std: spread of the table at the start.
+        std: initial standard deviation of the table.
 
     Raises:
-        ValueError: a size is not positive; tokens beyond the table, or of another width.
+        ValueError: a size is not positive; there are tokens beyond the table, or of another width.
     """
 
     def __init__(self, num_positions: int, dim: int, *, std: float = 0.02) -> None:
@@ -138,7 +139,7 @@ class LearnedPositions1d(_Tables):
     def forward(
         self, tokens: Annotated[Tensor, "batch tokens dim"], *, start: int = 0
     ) -> Annotated[Tensor, "batch tokens dim"]:
-        """The tokens, the first of which stands at `start`, with their positions added."""
+        """Return the tokens with their positions added; the first token is at `start`."""
         _check_width(tokens, self.table)
         num_positions, end = len(self.table), start + tokens.shape[-2]
         if start < 0 or end > num_positions:
@@ -150,7 +151,7 @@ class LearnedPositions1d(_Tables):
     def resize(self, num_positions: int) -> "LearnedPositions1d":
         """Resample the table to another length, in place; returns self.
 
-        Bicubic with antialiasing, as the positions of pictures are. The parameter is a new one, so
+        The resampling is bicubic with antialiasing, as for grids. The parameter is a new one, so
         resize before you make an optimiser.
         """
         at_least(1, num_positions=num_positions)
@@ -162,9 +163,9 @@ class LearnedPositions1d(_Tables):
 
 
 class _GridPositions(_Tables):
-    """What is added to the patches of a grid; `num_prefix_tokens` before it are left as they are.
+    """Base class of learned positions for the patches of a grid; tokens before it are unchanged.
 
-    A learned token before the grid needs no position: it would be a part of the token.
+    A learned token before the grid needs no position, which could be a part of the token.
     """
 
     def __init__(
@@ -182,15 +183,15 @@ class _GridPositions(_Tables):
 
     @staticmethod
     def _tables(grid: tuple[int, int]) -> dict[str, tuple[int, int]]:
-        """The rows and columns that each table has vectors for."""
+        """Return the grid of vectors that each table holds, by the table's name."""
         raise NotImplementedError
 
     def positions(self) -> Tensor:
-        """The vectors of all patches, `[rows * columns, dim]`, row by row."""
+        """Return the vectors of all patches, `[rows * columns, dim]`, row by row."""
         raise NotImplementedError
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The tokens, prefix and patches, with the patches' positions added."""
+        """Return the tokens, prefix and patches, with the patches' positions added."""
         positions = self.positions()
         _check_width(tokens, positions)
         if tokens.shape[-2] != self.num_prefix_tokens + len(positions):
@@ -225,17 +226,17 @@ class LearnedPositions2d(_GridPositions):
 
         patch (y, x) + table[y · columns + x]
 
-    Tokens `[batch, num_prefix_tokens + rows · columns, dim]` in and out; those before the grid
-    (class, registers) are left as they are.
+    Input and output are tokens `[batch, num_prefix_tokens + rows · columns, dim]`; those before the
+    grid (class, registers) are unchanged.
 
     Args:
         grid: rows and columns of patches.
         dim: channels.
         num_prefix_tokens: tokens before the grid.
-        std: spread of the table at the start.
+        std: initial standard deviation of the table.
 
     Raises:
-        ValueError: a size is not positive; another number of tokens, or of another width.
+        ValueError: a size is not positive; the tokens have another number or width.
     """
 
     table: Tensor
@@ -253,13 +254,13 @@ class FactorizedPositions2d(_GridPositions):
 
         patch (y, x) + row_table[y] + column_table[x]
 
-    so that p(y, x) − p(y′, x) is the same in every column; (rows + columns) · dim parameters.
-    NaViT's factorised absolute positions, the form that adds and counts in patches (it also tries
-    products, concatenation and fractions of the picture).
+    The difference p(y, x) − p(y′, x) is the same in every column; there are (rows + columns) · dim
+    parameters. These are NaViT's factorised absolute positions in the form that adds and counts in
+    patches (NaViT also tries products, concatenation and fractions of the image).
 
     Args:
-        std: spread of the sum at the start; of each table it is std / √2.
-        the others, tokens and errors: as in `LearnedPositions2d`.
+        std: initial standard deviation of the sum; that of each table is std / √2.
+        grid, dim, num_prefix_tokens: as in `LearnedPositions2d`, like tokens and errors.
     """
 
     row_table: Tensor
@@ -280,12 +281,13 @@ def resize_positions(
     how: Resampling = BICUBIC,
     whole: tuple[int, int] | None = None,
 ) -> Tensor:
-    """Resample learned positions `[…, rows * columns, dim]` to another grid, the upper left part of
-    `whole`; None: of `how.whole(new_grid)`.
+    """Resample learned positions `[…, rows * columns, dim]` to another grid.
 
-    By default bicubic with antialiasing, as timm's `resample_abs_pos_embed` does (equal in float32;
-    we keep float64 where timm goes through float32). Positions that are linear in y and x stay so
-    away from the edges when the grid grows.
+    They are resampled to the grid `whole` (None: `how.whole(new_grid)`), of which the upper left
+    part is returned. The default is bicubic with antialiasing, as in timm's
+    `resample_abs_pos_embed` (equal in float32; float64 is kept here, where timm computes in
+    float32). Positions that are linear in y and x stay linear away from the edges when the grid
+    grows.
 
     Raises:
         ValueError: positions do not fill old_grid.

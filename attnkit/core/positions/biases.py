@@ -1,4 +1,4 @@
-"""Biases that depend on positions alone; they go into `bias=`, beside any mask."""
+"""Position biases, which are passed as `bias=` and go together with any mask."""
 
 import math
 from typing import Annotated
@@ -11,14 +11,13 @@ from attnkit.core.arguments import at_least
 
 
 class ALiBi(nn.Module):
-    """Attention with linear biases, not learned (Press et al., Train Short, Test Long, 2022).
+    """Linear position biases that are not learned (Press et al., Train Short, Test Long, 2022).
 
         bias[h, i, j] = −slope_h · |j − i|,   slope_h = 2^(−8 h / num_heads), h = 1 … num_heads
 
     If num_heads is not a power of two, the slopes are those of the next smaller power of two,
-    then every other slope of twice that power, as in the authors' code. With `Causal` only the past
-    is seen and this is the paper's form; without, it is the symmetric one. The tensor is queries ×
-    keys; the paper's own form, slope_h · j, equals it under `Causal`.
+    then every other slope of twice that power, as in the authors' code. Under `Causal` this equals
+    the paper's own form, slope_h · j; without `Causal` it is the symmetric form.
 
     Args:
         num_heads: query heads.
@@ -33,7 +32,7 @@ class ALiBi(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The slopes; nothing is learned."""
+        """Compute the slopes; nothing is learned."""
         num_heads = len(self.slopes)
         closest = 2 ** int(math.log2(num_heads))
         slopes = _geometric(closest) + _geometric(2 * closest)[::2][: num_heads - closest]
@@ -42,7 +41,7 @@ class ALiBi(nn.Module):
     def forward(
         self, num_queries: int, num_keys: int | None = None, *, offset: int = 0
     ) -> Annotated[Tensor, "1 heads queries keys"]:
-        """The bias; query i stands at key i + offset."""
+        """Return the bias; query i has the position of key i + offset."""
         distance = _distances(num_queries, num_keys, offset, self.slopes.device)
         return -self.slopes[:, None, None] * distance.abs().to(self.slopes.dtype)[None, None]
 
@@ -52,12 +51,12 @@ class RelativeBias1d(nn.Module):
 
         bias[h, i, j] = table[clip(j − i, −max_distance, max_distance) + max_distance, h]
 
-    T5 shares far distances in logarithmic buckets; here each has its own entry up to
-    `max_distance`.
+    T5 shares far distances in logarithmic buckets; here each distance up to `max_distance` has an
+    entry of its own.
 
     Args:
         num_heads: query heads.
-        max_distance: farther distances share the entry of this one.
+        max_distance: larger distances share the entry of this one.
     """
 
     def __init__(self, num_heads: int, max_distance: int) -> None:
@@ -68,13 +67,13 @@ class RelativeBias1d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Truncated normal."""
+        """Initialize the table with a truncated normal distribution."""
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def forward(
         self, num_queries: int, num_keys: int | None = None, *, offset: int = 0
     ) -> Annotated[Tensor, "1 heads queries keys"]:
-        """The bias; query i stands at key i + offset."""
+        """Return the bias; query i has the position of key i + offset."""
         distance = _distances(num_queries, num_keys, offset, self.table.device)
         rows = distance.clamp(-self.max_distance, self.max_distance) + self.max_distance
         return _look_up(self.table, rows)
@@ -85,13 +84,13 @@ class RelativeBias2d(nn.Module):
 
         bias[h, i, j] = table[(y_i − y_j + height − 1) · (2 width − 1) + x_i − x_j + width − 1, h]
 
-    The table's layout is that of Swin, torchvision and timm, so that their weights are copied as
+    The table has the layout of Swin, torchvision and timm, so that their weights can be copied as
     they are. Tokens before the grid have a bias of 0.
 
     Args:
         num_heads: query heads.
-        height, width: the grid, whose tokens go row by row.
-        num_prefix_tokens: class or register tokens before it.
+        height, width: the size of the grid, whose tokens are stored row by row.
+        num_prefix_tokens: the number of class or register tokens before the grid.
     """
 
     rows: Tensor
@@ -109,7 +108,7 @@ class RelativeBias2d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The table truncated normal; the rows of it that tokens read."""
+        """Initialize the table truncated normal, and compute which rows are read."""
         nn.init.trunc_normal_(self.table, std=0.02)
         y = torch.arange(self.height, device="cpu").repeat_interleave(self.width)
         x = torch.arange(self.width, device="cpu").repeat(self.height)
@@ -118,13 +117,13 @@ class RelativeBias2d(nn.Module):
         self.rows.copy_(down * (2 * self.width - 1) + right)
 
     def forward(self) -> Annotated[Tensor, "1 heads tokens tokens"]:
-        """The bias of all tokens, prefix and grid."""
+        """Return the bias of all tokens, prefix and grid."""
         prefix = self.num_prefix_tokens
         return F.pad(_look_up(self.table, self.rows), (prefix, 0, prefix, 0))
 
     @torch.no_grad()
     def resized(self, height: int, width: int) -> "RelativeBias2d":
-        """The same bias on another grid: the table resampled, bicubic, as Swin is fine-tuned."""
+        """Return the bias for another grid: the table is resampled bicubically, as Swin does."""
         num_heads = self.table.shape[1]
         new = RelativeBias2d(num_heads, height, width, num_prefix_tokens=self.num_prefix_tokens)
         new = new.to(self.table.device, self.table.dtype)
@@ -139,7 +138,7 @@ class RelativeBias2d(nn.Module):
 
 
 def _distances(num_queries: int, num_keys: int | None, offset: int, device: torch.device) -> Tensor:
-    """j − i − offset, [queries, keys]."""
+    """Return j − i − offset, [queries, keys]."""
     keys = torch.arange(num_queries if num_keys is None else num_keys, device=device)
     return keys - torch.arange(num_queries, device=device)[:, None] - offset
 

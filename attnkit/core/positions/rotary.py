@@ -1,8 +1,8 @@
 """Rotary positions: queries and keys are rotated, so that scores depend on distances only.
 
-Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021. Channel i makes a
-pair with channel i + head_dim / 2, as in GPT-NeoX and Llama; RoFormer pairs neighbours, which is a
-fixed permutation of channels.
+Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021. Channel i
+makes a pair with channel i + head_dim / 2, as in GPT-NeoX and Llama; RoFormer pairs neighbouring
+channels, which is a fixed permutation of channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,14 @@ Key = Annotated[Tensor, "batch kv_heads keys head_dim"]
 
 
 class Rotation:
-    """One rotation per token, ready to apply: `(query, key) -> (query, key)`.
+    """A function `(query, key) -> (query, key)` that rotates each token by its angles.
 
-    Both are turned by the angles of their tokens and come back in their own dtype.
+    Query and key keep their dtypes.
 
     Args:
-        cos, sin: of the angles, `[tokens, head_dim / 2]` or `[batch, 1, tokens, head_dim / 2]`.
-        query_cos, query_sin: of the queries, where these are other tokens than the keys.
+        cos, sin: cosines and sines of the angles, `[tokens, head_dim / 2]` or
+            `[batch, 1, tokens, head_dim / 2]`.
+        query_cos, query_sin: those of the queries, if these are other tokens than the keys.
     """
 
     def __init__(
@@ -48,27 +49,31 @@ class Rotation:
         )
 
     def first_queries(self, num_queries: int) -> "Rotation":
-        """The same rotation where only the first tokens are queries, and all tokens are keys."""
+        """Return the rotation for which only the first tokens are queries; all tokens are keys."""
         return self.queries_at(slice(num_queries))
 
     def queries_at(self, rows: slice | Annotated[Tensor, "rows", int]) -> "Rotation":
-        """The same rotation where only the tokens in these rows are queries."""
+        """Return the rotation for which only the tokens in these rows are queries."""
         return Rotation(self.cos, self.sin, self.cos[..., rows, :], self.sin[..., rows, :])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Rotation":
-        """The same rotation on a device and in a dtype; queries are all tokens."""
+        """Return the rotation on a device and in a dtype, for which all tokens are queries."""
         return Rotation(self.cos.to(device, dtype), self.sin.to(device, dtype))
 
     @staticmethod
     def joined(rotations: "Sequence[Rotation]") -> "Rotation":
-        """That of the tokens of several, one after the other; of a batch of one, or of none."""
+        """Return the rotation of the concatenated tokens of several rotations without a batch, or
+        with a batch of one."""
         bands = rotations[0].cos.shape[-1]
         cos = torch.cat([rotation.cos.reshape(-1, bands) for rotation in rotations])
         return Rotation(cos, torch.cat([rotation.sin.reshape(-1, bands) for rotation in rotations]))
 
 
 class _Rotary(nn.Module):
-    """Cosines and sines of each token's angles, made in float64 and rounded once to `dtype`."""
+    """Base class of rotary positions: a table of the cosines and sines of each token's angles.
+
+    The angles are computed in float64 and rounded once, to `dtype`.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -82,39 +87,40 @@ class _Rotary(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The tables; nothing is learned."""
+        """Compute the tables; nothing is learned."""
         with torch.device("cpu"):
             angles = self._angles()
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
     def _of(self, rows: Tensor) -> Rotation:
-        """The rotation of the tokens in some rows of the table, integers `[batch, tokens]`."""
+        """Return the rotation of tokens by their rows of the table, integers `[batch, tokens]`."""
         cos, sin = (F.embedding(rows, table).unsqueeze(1) for table in (self.cos, self.sin))
         return Rotation(cos, sin)
 
 
 class Rotary1d(_Rotary):
-    """Rotary positions on a line, `(query, key) -> (query, key)`; scores depend on distances only.
+    """Rotary positions of a sequence, `(query, key) -> (query, key)`; scores depend on distances
+    only.
 
-        pair i of the token at p turns by p · w_i,   w_i = temperature ** (-i / (head_dim / 2))
+        pair i of the token at p is rotated by p · w_i,   w_i = temperature ** (-i / (head_dim / 2))
 
-    so `<R(p) q, R(p') k>` depends on `p - p'`, and no length changes. Give it as `positions=` to
-    `MultiHeadAttention`, where tokens are numbered from 0, or `rotation(…)` where they are not.
-    A key is turned before it is cached, once and for all:
+    The product `<R(p) q, R(p') k>` depends on `p - p'`, and no length changes. Pass the module as
+    `positions=` to `MultiHeadAttention` if tokens are numbered from 0, otherwise `rotation(…)`.
+    A key is rotated once, before it is cached:
 
         block(new_tokens, positions=rotary.rotation(num_new, start=num_cached), …)
 
-    Su et al. 2021, in the channel layout of Llama (Touvron et al. 2023).
+    Source: Su et al. 2021, in the channel layout of Llama (Touvron et al. 2023).
 
     Args:
         head_dim: channels of a head, a multiple of 2.
-        max_tokens: how many positions there are, 0 … max_tokens - 1.
-        temperature: the slowest pair turns about 1 / temperature per token.
-        dtype: of the table; None: torch's default.
+        max_tokens: the number of positions, 0 … max_tokens - 1.
+        temperature: the slowest pair is rotated by about 1 / temperature per token.
+        dtype: the dtype of the table; None: torch's default.
 
     Raises:
-        ValueError: head_dim is odd, a size is not positive, or more positions are asked for.
+        ValueError: head_dim is odd, a size is not positive, or a position is max_tokens or larger.
     """
 
     def __init__(
@@ -134,11 +140,11 @@ class Rotary1d(_Rotary):
         self.max_tokens = max_tokens
 
     def forward(self, query: Query, key: Key) -> tuple[Query, Key]:
-        """Query and key, rotated as tokens 0, 1, …"""
+        """Return query and key, rotated as tokens 0, 1, …"""
         return self.rotation(key.shape[-2])(query, key)
 
     def rotation(self, num_tokens: int, start: int = 0) -> Rotation:
-        """The rotation of the tokens start … start + num_tokens - 1."""
+        """Return the rotation of the tokens start … start + num_tokens - 1."""
         end = start + num_tokens
         if start < 0 or end > self.max_tokens:
             raise ValueError(
@@ -148,10 +154,10 @@ class Rotary1d(_Rotary):
         return Rotation(self.cos[start:end], self.sin[start:end])
 
     def rotation_at(self, positions: Annotated[Tensor, "batch tokens", int]) -> Rotation:
-        """The rotation of tokens at any positions.
+        """Return the rotation of tokens at the given positions.
 
-        For packed sequences, whose positions begin anew with each, and for padding on the left.
-        Not checked inside torch.compile, where reading the tensor would break the graph.
+        It serves packed sequences, whose positions each begin at 0, and padding on the left. The
+        positions are not checked inside torch.compile, where reading them would break the graph.
         """
         if positions.ndim != 2 or positions.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -173,13 +179,13 @@ class Rotary1d(_Rotary):
 class Rotary2d(_Rotary):
     """Axial 2-D rotary positions, `(query, key) -> (query, key)`; scores depend on offsets only.
 
-    Of head_dim / 2 channel pairs the first half turns by `y * w_i`, the second by `x * w_i`, with
-    `w_i = temperature ** (-i / (head_dim / 4))` and y, x in patches, so `<R(p) q, R(p') k>` depends
-    on `p - p'`. The first `num_prefix_tokens` tokens (class, registers) have no place in the image
-    and are left as they are, exactly.
+    The first half of the head_dim / 2 channel pairs is rotated by `y * w_i`, the second by `x *
+    w_i`, with `w_i = temperature ** (-i / (head_dim / 4))` and y, x in patches, so `<R(p) q, R(p')
+    k>` depends on `p - p'`. The first `num_prefix_tokens` tokens (class, registers) have no
+    position in the image and are returned unchanged, bit for bit.
 
-    Su et al. 2021 in its axial 2-D form with temperature 100 (Heo et al., RoPE-ViT, 2024). We
-    split the pairs in halves where Heo et al. interleave them: a fixed permutation of channels.
+    Source: Su et al. 2021 in its axial 2-D form with temperature 100 (Heo et al., RoPE-ViT, 2024).
+    The pairs are split in halves where Heo et al. interleave them, a fixed permutation of channels.
 
     Raises:
         ValueError: head_dim is not a multiple of 4, num_prefix_tokens is negative, or the grid is
@@ -204,11 +210,11 @@ class Rotary2d(_Rotary):
         self.num_prefix_tokens = num_prefix_tokens
 
     def forward(self, query: Query, key: Key) -> tuple[Query, Key]:
-        """Query and key, rotated, of prefix and patches."""
+        """Return query and key of prefix and patches, rotated."""
         return self.rotation()(query, key)
 
     def rotation(self, kept: Annotated[Tensor, "batch patches", int] | None = None) -> Rotation:
-        """The rotation of all tokens, or of the prefix and the patches `kept` alone."""
+        """Return the rotation of all tokens, or of the prefix and the patches `kept` only."""
         if kept is None:
             return Rotation(self.cos, self.sin)
         prefix = torch.arange(self.num_prefix_tokens, device=kept.device)
@@ -224,7 +230,7 @@ def _on_a_grid(
     grid: tuple[int, int], num_prefix_tokens: int, head_dim: int, temperature: float
 ) -> Tensor:
     y, x = band_angles(grid_points(grid), head_dim // 4, temperature)
-    # a prefix token turns by 0: cos 1, sin 0, which multiplies out to the same bits
+    # a prefix token is rotated by 0: cos 1 and sin 0 leave its bits unchanged
     return F.pad(torch.cat([y, x], dim=-1), (0, 0, num_prefix_tokens, 0))
 
 

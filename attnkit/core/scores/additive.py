@@ -1,8 +1,8 @@
 """The additive score and its kernel: Σ_d vector_d · activation(query_d + key_d), tile by tile.
 
-Plain code holds a queries × keys × dim tensor, several in the backward. Here such a tensor exists
-for one tile at a time, in a buffer that stays in the processor's cache, and the backward fills it
-again. It is registered as an operator so that torch.compile and torch.export need not look inside.
+Plain code holds a queries × keys × dim tensor, and several in the backward. This kernel holds such
+a tensor for one tile at a time, in a buffer that stays in the processor's cache, and the backward
+fills it again. It is registered as an operator, which torch.compile and torch.export do not trace.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from attnkit.core.scores.kinds import Score, check_fit
 
 Activation = Literal["tanh", "leaky_relu"]
 
-# Elements of the buffer: 8 MB in float32 on the CPU, enough to keep a GPU busy elsewhere.
+# Elements of the buffer: 8 MB in float32 on the CPU; on other devices enough to keep a GPU busy.
 TILE_ELEMENTS = {"cpu": 2**21, "other": 2**24}
 
 
@@ -30,13 +30,13 @@ class Additive(Score):
     """score(q, k) = vᵀ activation(q + k).
 
     With tanh it is Bahdanau's score, vᵀ tanh(W_q x + W_k y) (Bahdanau et al., Neural Machine
-    Translation by Jointly Learning to Align and Translate, 2015), with LeakyReLU that of GATv2
-    (Brody et al. 2022). The projections W_q and W_k are those of the block that gives the queries
-    and keys.
+    Translation by Jointly Learning to Align and Translate, 2015); with LeakyReLU it is the score of
+    GATv2 (Brody et al. 2022). The block that makes the queries and keys has the projections W_q and
+    W_k.
 
-    vector: v, one or one for each head.
+    vector: v, one vector for all heads or one for each.
     activation: "tanh" or "leaky_relu".
-    negative_slope: of "leaky_relu" alone, not negative; None: 0.2.
+    negative_slope: the slope of "leaky_relu", at least 0; None: 0.2. "tanh" has none.
     """
 
     vector: Annotated[Tensor, "*heads head_dim"]
@@ -66,8 +66,8 @@ class Additive(Score):
         return additive_definition(query, key, self.vector, self.negative_slope)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        # an exported program does not know our operator, which has no rules for torch.func and for
-        # forward mode either
+        # our operator is unknown to exported programs and has no rules for torch.func and forward
+        # mode
         if (
             torch.compiler.is_exporting()
             or torch._C._are_functorch_transforms_active()
@@ -85,9 +85,10 @@ pytree.register_dataclass(Additive)
 
 
 class _Activation(NamedTuple):
-    """activation(x) = offset + gain · f(x) and activation′(x) = offset′ + gain′ · g(f(x)).
+    """An activation in the form offset + gain · f(scale · x), with its derivative in the form
+    derivative_offset + derivative_gain · g(f(scale · x)).
 
-    Both f, of the scaled x, and g work in place and in one pass.
+    Both f and g work in place and in one pass.
     """
 
     scale: float
@@ -103,7 +104,7 @@ def _activation(negative_slope: float | None) -> _Activation:
     if negative_slope is None:
         # tanh(x) = 2 s − 1 with s = sigmoid(2x), several times as fast, and tanh′(x) = 4 (s − s²)
         return _Activation(2, torch.sigmoid_, -1, 2, lambda s: s.addcmul_(s, s, value=-1), 0, 4)
-    # the slope being none or positive, what is positive was so before
+    # the slope is at least 0, so the activation is positive exactly where its argument is
     return _Activation(
         1,
         lambda x: F.leaky_relu_(x, negative_slope),
@@ -116,12 +117,12 @@ def _activation(negative_slope: float | None) -> _Activation:
 
 
 def _as_columns(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """[batch, dim, queries, 1] and [batch, dim, 1, keys]: one sum of them is one tile."""
+    """Return [batch, dim, queries, 1] and [batch, dim, 1, keys], whose sum is the argument."""
     return (scale * query).mT.contiguous()[..., None], (scale * key).mT.contiguous()[:, :, None]
 
 
 def _tiles(query: Tensor, key: Tensor) -> Iterator[tuple[Tensor, tuple[slice, slice, slice]]]:
-    """The buffer [items, dim, rows, columns] of each tile, and where the tile lies."""
+    """Yield the buffer [items, dim, rows, columns] of each tile, and the slices of the tile."""
     batch, dim, num_queries, _ = query.shape
     num_keys = key.shape[3]
     elements = TILE_ELEMENTS["cpu" if query.is_cpu else "other"]
@@ -150,8 +151,8 @@ def _tiles(query: Tensor, key: Tensor) -> Iterator[tuple[Tensor, tuple[slice, sl
 def additive_definition(
     query: Tensor, key: Tensor, vector: Tensor, negative_slope: float | None
 ) -> Tensor:
-    """The scores of query [..., queries, dim], key [..., keys, dim] and vector [..., dim]; holds
-    [..., queries, keys, dim]."""
+    """Compute the scores of query [..., queries, dim], key [..., keys, dim] and vector [..., dim]
+    plainly, with a tensor [..., queries, keys, dim]."""
     pairs = query[..., :, None, :] + key[..., None, :, :]
     pairs = pairs.tanh() if negative_slope is None else F.leaky_relu(pairs, negative_slope)
     return (pairs * vector[..., None, None, :]).sum(dim=-1)
@@ -161,16 +162,16 @@ def additive_definition(
 def additive_scores(
     query: Tensor, key: Tensor, vector: Tensor, negative_slope: float | None
 ) -> Tensor:
-    """score_ij = Σ_d vector_d · activation(query_id + key_jd).
+    """Compute score_ij = Σ_d vector_d · activation(query_id + key_jd).
 
     The activation is tanh (Bahdanau et al. 2015), or with a `negative_slope` LeakyReLU, as in
     GATv2 (Brody et al. 2022).
 
     Args:
-        query: [batch, queries, dim], float32 or float64 as all.
+        query: [batch, queries, dim], float32 or float64; all tensors have the same dtype.
         key: [batch, keys, dim].
         vector: [batch, dim].
-        negative_slope: not negative; None for tanh.
+        negative_slope: at least 0; None for tanh.
 
     Returns:
         [batch, queries, keys].
@@ -191,7 +192,7 @@ def additive_scores(
 def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, vector: Tensor, negative_slope: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and vector from that of the scores."""
+    """Compute the gradients of query, key and vector from the gradient of the scores."""
     sums = gradient.sum(dim=2), gradient.sum(dim=1)
     activation = _activation(negative_slope)
     query, key = _as_columns(query, key, activation.scale)
@@ -207,7 +208,7 @@ def _backward(
             of_key[item, :, column] += buffer.sum(dim=2)
     of_vector = activation.gain * of_vector + activation.offset * sums[0].sum(dim=1)[:, None]
     of_query, of_key = (
-        # contiguous, as the operator promises
+        # contiguous, as `register_fake` declares
         (vector[:, None] * (activation.derivative_gain * of.mT + constant)).contiguous()
         for of, constant in (
             (of_query, activation.derivative_offset * sums[0][..., None]),
@@ -233,7 +234,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _derivative(ctx, gradient):
-    # once: a checkpoint gives them no second time
+    # read once: a checkpoint does not give saved tensors a second time
     query, key, vector = tensors = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph: the operator of the backward has no derivative
         scores = additive_definition(query, key, vector, ctx.negative_slope)

@@ -1,8 +1,8 @@
-"""Scores: how well a query matches a key, and the one dict from names to them.
+"""Scores: how well a query matches a key, and the dict from names to scores.
 
-A score knows its definition, `scores(query, key)`, and, if there is one, the scaled dot product
-that equals it inside a softmax, `as_dot(query, key)`, which the fused kernels then compute.
-Parameters are per query head and act on the query, so that key heads may be shared.
+A score has a definition, `scores(query, key)`. Many also have a scaled dot product that equals the
+score inside a softmax, `as_dot(query, key)`, which the fused kernels then compute. Parameters are
+per query head and act on the query, so that key heads may be shared.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -22,16 +22,16 @@ Query = Annotated[Tensor, "batch heads queries head_dim"]
 Key = Annotated[Tensor, "batch kv_heads keys head_dim"]
 Scores = Annotated[Tensor, "batch heads queries keys"]
 
-# Norms are divided by it, so that those up to 2²⁴ are within float16's range
+# Squared norms are divided by it, so that values up to 2²⁴ are within float16's range
 NORM_UNIT = 256.0
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """How well query i matches key j.
+    """Base class of scores: a score says how well query i matches key j.
 
     Subclasses are frozen dataclasses; their tensors may require gradients. To write one of your
-    own, define `uncapped`; the kernels `blockwise` and `reference` serve it.
+    own, define `uncapped`; the kernels `blockwise` and `reference` then compute it.
 
     softcap: None, or a bound: score ← softcap · tanh(score / softcap) (Gemma 2, 2024). Fused
     kernels do not compute it.
@@ -39,38 +39,38 @@ class Score:
 
     softcap: float | None = field(default=None, kw_only=True)
     by_head: ClassVar[tuple[str, int]] = "", 0
-    """The tensor that may be one for each head, and how many dimensions it then has."""
+    """The name of the tensor that may differ between heads, and its number of dimensions if so."""
 
     def __post_init__(self) -> None:
         if self.softcap is not None:
             positive(softcap=as_number("softcap", self.softcap))
 
     def check(self, query: Query, key: Key) -> None:
-        """ValueError where query and key do not fit each other or the score's tensors."""
+        """Raise ValueError if query and key do not fit each other or the score's tensors."""
         if key.shape[3] != query.shape[3]:
             raise ValueError(f"key: expected query's head_dim {query.shape[3]}, got {key.shape[3]}")
 
     def scores(self, query: Query, key: Key) -> Scores:
-        """The scores of as many query as key heads; of larger tensors than they are none is held,
-        if need be by other means than the definition's."""
+        """Compute the scores of equally many query and key heads; a subclass may do it in another
+        way than its definition, to hold no tensor that is larger than the scores."""
         return self.definition(query, key)
 
     def definition(self, query: Query, key: Key) -> Scores:
-        """What every kernel is held against."""
+        """Compute the scores by their definition, against which every kernel is tested."""
         return self.cap(self.uncapped(query, key))
 
     def uncapped(self, query: Query, key: Key) -> Scores:
-        """The definition without softcap."""
+        """Compute the scores by their definition, without softcap."""
         raise NotImplementedError(f"{type(self).__name__} defines no uncapped()")
 
     def cap(self, scores: Scores) -> Scores:
-        """The scores within ±softcap."""
+        """Apply the softcap to the scores."""
         if self.softcap is None:
             return scores
         return self.softcap * (scores / self.softcap).tanh()
 
     def dot_dim(self, head_dim: int) -> int | None:
-        """The head dimension of `as_dot`; None if the score is not a dot product."""
+        """Return the head dimension of `as_dot`; None if the score is not a dot product."""
         return None
 
     def as_dot(
@@ -83,16 +83,16 @@ class Score:
         Annotated[Tensor, "batch kv_heads keys dot_dim"],
         float,
     ]:
-        """Query, key and scale whose scaled dot product is this score before its softcap.
+        """Return query, key and scale whose scaled dot product is this score before its softcap.
 
-        Without softcap it may lack what depends on the query alone, which softmax does not see.
-        is_real: which keys are not padding, [batch, 1, keys, 1], for a score that computes with all
-        keys of an item together; None: all.
+        Without softcap, terms that depend on the query alone may be missing, since they cancel in a
+        softmax. is_real: which keys are not padding, [batch, 1, keys, 1], for a score that computes
+        with all keys of an item together; None: all.
         """
         raise NotImplementedError(f"{type(self).__name__} is not a dot product")
 
     def select(self, heads: Annotated[Tensor, "chosen_heads", int]) -> "Score":
-        """The score of some query heads only."""
+        """Return the score of the given query heads only."""
         name, ndim = self.by_head
         tensor: Any = getattr(self, name, None)
         if not isinstance(tensor, Tensor) or tensor.ndim < ndim or len(tensor) == 1:
@@ -101,7 +101,7 @@ class Score:
         return replace(self, **chosen)
 
     def to(self, *args: Any, **kwargs: Any) -> "Score":
-        """The same score with its tensors moved as by `Tensor.to`."""
+        """Return the same score with its tensors moved as by `Tensor.to`."""
         return moved(self, *args, **kwargs)
 
     def __str__(self) -> str:
@@ -112,8 +112,8 @@ class Score:
 class ScaledDot(Score):
     """score(q, k) = scale · q·k (Vaswani et al., Attention Is All You Need, 2017).
 
-    scale: a finite number, one or one for each head, which may require a gradient; None is
-        1/√head_dim.
+    scale: a finite number, or a tensor with one number for all heads or one for each, which may
+        require a gradient; None: 1/√head_dim.
     """
 
     scale: float | Annotated[Tensor, "#heads"] | None = None
@@ -137,7 +137,7 @@ class ScaledDot(Score):
         return factor * (query @ key.transpose(-2, -1))
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        # of the query there are fewer numbers to multiply than of the scores
+        # the query is scaled, since it usually has fewer numbers than the scores
         query, key, factor = self.as_dot(query, key)
         if self.softcap is None:
             return (factor * query) @ key.transpose(-2, -1)
@@ -154,7 +154,7 @@ class ScaledDot(Score):
         return query, key, self.factor(query.shape[3])
 
     def factor(self, head_dim: int) -> float:
-        """The factor on q·k, beside that of a tensor, which the query has from `as_dot`."""
+        """Return the factor on q·k; 1 for a scale that is a tensor, which `as_dot` applies."""
         if isinstance(self.scale, Tensor):
             return 1.0
         if self.scale is not None:
@@ -163,7 +163,7 @@ class ScaledDot(Score):
 
 
 def Dot(*, softcap: float | None = None) -> ScaledDot:
-    """score(q, k) = q·k (Luong et al., Effective Approaches to Attention-based NMT, 2015)."""
+    """Return the score q·k (Luong et al., Effective Approaches to Attention-based NMT, 2015)."""
     return ScaledDot(scale=1.0, softcap=softcap)
 
 
@@ -171,7 +171,7 @@ def Dot(*, softcap: float | None = None) -> ScaledDot:
 class General(Score):
     """score(q, k) = qᵀ W k, the general or bilinear score (Luong et al. 2015).
 
-    weight: W, one or one for each head; query and key may differ in head_dim.
+    weight: W, one matrix for all heads or one for each; query and key may differ in head_dim.
     """
 
     weight: Annotated[Tensor, "*heads head_dim key_head_dim"]
@@ -193,7 +193,8 @@ class General(Score):
 
 
 class _OfPositiveNumber(Score):
-    """A score whose parameter, that of `by_head`, is a positive number, one or one for each."""
+    """Base class of scores whose parameter, named by `by_head`, is a positive number, one for all
+    heads or one for each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,12 +209,12 @@ class _OfPositiveNumber(Score):
 
 @dataclass(frozen=True, eq=False)
 class Cosine(_OfPositiveNumber):
-    """score(q, k) = cos(q, k) / temperature; Swin Transformer V2 (Liu et al. 2022) learns the
-    temperature, and begins with 0.1.
+    """score(q, k) = cos(q, k) / temperature, as in Swin Transformer V2 (Liu et al. 2022), which
+    learns the temperature, initially 0.1.
 
     A vector of zeros has cosine 0 with every vector, and gets no gradient.
 
-    temperature: a positive number, one or one for each head.
+    temperature: a positive number, one for all heads or one for each.
     """
 
     temperature: float | Annotated[Tensor, "*heads"] = 1.0
@@ -236,10 +237,10 @@ class Cosine(_OfPositiveNumber):
 
 @dataclass(frozen=True, eq=False)
 class Gaussian(_OfPositiveNumber):
-    """score(q, k) = −‖q − k‖² / (2 bandwidth²): softmax then weights by a Gaussian kernel
+    """score(q, k) = −‖q − k‖² / (2 bandwidth²), with which softmax weights by a Gaussian kernel
     (Nadaraya 1964; Watson 1964).
 
-    bandwidth: σ, a positive number, one or one for each head.
+    bandwidth: σ, a positive number, one for all heads or one for each.
     """
 
     bandwidth: float | Annotated[Tensor, "*heads"] = 1.0
@@ -248,10 +249,10 @@ class Gaussian(_OfPositiveNumber):
     def uncapped(self, query: Tensor, key: Tensor) -> Tensor:
         is_trained = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
         if is_trained or has_tangent((query, key)):
-            # cdist has no derivative in forward mode, and before torch 2.12 no second one
+            # cdist has no forward-mode derivative, and before torch 2.12 no second derivative
             squares = (query[:, :, :, None] - key[:, :, None]).square().sum(dim=-1)
             return -0.5 * squares / per_head(self.bandwidth) ** 2
-        # not by a matrix product: that would cancel where points are close and far from 0
+        # not by a matrix product, which loses all digits for points that are close and far from 0
         distance = torch.cdist(query, key, compute_mode="donot_use_mm_for_euclid_dist")
         return -0.5 * (distance / per_head(self.bandwidth)).square()
 
@@ -261,13 +262,13 @@ class Gaussian(_OfPositiveNumber):
     def as_dot(
         self, query: Tensor, key: Tensor, is_real: Tensor | None = None
     ) -> tuple[Tensor, Tensor, float]:
-        """[q, 1, 1] · [k, high, low] / σ² with high + low = −‖k‖²/2, of points moved so that the
-        keys' mean is 0 and measured in a common unit, the mean bandwidth.
+        """Return [q, 1, 1] and [k, high, low] with high + low = −‖k‖²/2, so that their product over
+        σ² is the score. Points are shifted by the keys' mean and divided by the mean bandwidth.
 
-        Moving them changes no distance and keeps the norms small; the norm in two parts is as
-        exact in half precision as the products are; the unit keeps it within float16's range. The
-        mean is that of the keys that are not padding, which may lie far off; keys that another mask
-        hides count, and so can change the rounding, nothing else.
+        The shift changes no distance and keeps the norms small. The norm in two parts is as exact
+        in half precision as the products are, and the division keeps it within float16's range. The
+        mean is taken over keys that are not padding, since padding may lie far off. Keys that
+        another mask hides do count, which can change the rounding and nothing else.
         """
         points = _high(key)
         if is_real is None:
@@ -283,7 +284,7 @@ class Gaussian(_OfPositiveNumber):
             factor = (unit / per_head(self.bandwidth)).square().to(query.dtype)
         centre_of_query = centre.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         query_points = (_high(query) - centre_of_query) / unit
-        # the norm is that of the rounded key: so rounding moves a point and does nothing else
+        # the norm is that of the rounded key, so that rounding amounts to moving the point
         key_points = ((points - centre) / unit).to(key.dtype)
         norm = -_high(key_points).square().sum(dim=-1, keepdim=True) / (2 * NORM_UNIT)
         high = norm.clamp(min=torch.finfo(key.dtype).min).to(key.dtype)
@@ -291,7 +292,7 @@ class Gaussian(_OfPositiveNumber):
         channel = (NORM_UNIT * factor).expand(*query.shape[:3], 1)
         query_parts = [(factor * query_points).to(query.dtype), channel, channel]
         key_parts = [key_points, high, low]
-        if self.softcap is not None:  # which sees what softmax does not
+        if self.softcap is not None:  # tanh, unlike softmax, needs the term of the query alone
             query_norm = query_points.square().sum(dim=-1, keepdim=True) / -2
             query_parts.append((factor * query_norm).to(query.dtype))
             key_parts.append(torch.ones_like(high))
@@ -308,7 +309,11 @@ _WITH_TENSORS = {"general": "General(weight)", "additive": "Additive(vector)"}
 
 
 def as_score(score: str | Score, scale: float | Annotated[Tensor, "#heads"] | None = None) -> Score:
-    """The score of that name, with the caller's scale; ValueError lists the names there are."""
+    """Return the score of that name, with the caller's scale.
+
+    Raises:
+        ValueError: there is no score of that name, or it has no scale.
+    """
     if not isinstance(score, Score):
         if score in _WITH_TENSORS:
             raise ValueError(
@@ -333,7 +338,7 @@ def as_score(score: str | Score, scale: float | Annotated[Tensor, "#heads"] | No
 
 
 def moved(owner: Owner, *args: Any, **kwargs: Any) -> Owner:
-    """A dataclass with its tensors moved as by `Tensor.to`."""
+    """Return the dataclass with its tensors moved as by `Tensor.to`."""
     changed: dict[str, Any] = {}
     for own in fields(owner):
         value = getattr(owner, own.name)
@@ -343,14 +348,14 @@ def moved(owner: Owner, *args: Any, **kwargs: Any) -> Owner:
 
 
 def per_head(parameter: float | Tensor) -> float | Tensor:
-    """The parameter, broadcastable to [batch, heads, queries, ...]."""
+    """Return the parameter, broadcastable to [batch, heads, queries, ...]."""
     if isinstance(parameter, Tensor) and parameter.ndim == 1:
         return parameter[:, None, None]
     return parameter
 
 
 def check_fit(name: str, tensor: object, shape: tuple[int, ...], query: Tensor) -> None:
-    """The tensor has this shape, or lacks its first dimension, that of the heads."""
+    """Raise ValueError unless the tensor has this shape, with or without the heads in front."""
     floating(name, tensor, query)
     assert isinstance(tensor, Tensor)
     if tuple(tensor.shape) not in (shape, shape[1:]):
@@ -367,10 +372,10 @@ def _high(tensor: Tensor) -> Tensor:
 def _unit(vectors: Tensor) -> Tensor:
     squares = vectors.square().sum(dim=-1, keepdim=True)
     is_zero = squares == 0
-    # the root of 1, not of 0: its gradient is finite, and then masked
+    # zeros are replaced by 1 before the root, so that its gradient is finite, and then masked
     return vectors * squares.masked_fill(is_zero, 1.0).rsqrt().masked_fill(is_zero, 0.0)
 
 
-# As pytrees, scores pass through torch.export and torch.func.
+# Scores are pytrees, so that torch.export and torch.func accept them.
 for _score in (ScaledDot, General, Cosine, Gaussian):
     pytree.register_dataclass(_score)

@@ -1,4 +1,4 @@
-"""Scores with parameters of their own: modules whose `forward()` gives the current Score."""
+"""Scores with learned parameters: modules whose `forward()` returns the current Score."""
 
 from math import log
 from typing import Literal, get_args
@@ -12,13 +12,13 @@ from attnkit.core.scores.kinds import SCORES, Cosine, Gaussian, General, Score
 
 ScoreName = Literal["scaled_dot", "dot", "cosine", "gaussian", "general", "additive"]
 SCORE_NAMES: tuple[ScoreName, ...] = get_args(ScoreName)
-"""What a block's `score` may be called: those of `SCORES`, and those that it learns."""
+"""The names that a block's `score` may have: those of `SCORES`, and those of learned scores."""
 
 
 class GeneralScore(nn.Module):
-    """`General` with a weight per head, [num_heads, head_dim, head_dim].
+    """`General` with a learned weight per head, [num_heads, head_dim, head_dim].
 
-    Begins as the scaled dot product, the identity / √head_dim.
+    The weight is initially the identity / √head_dim, which gives the scaled dot product.
     """
 
     def __init__(self, num_heads: int, head_dim: int, *, softcap: float | None = None) -> None:
@@ -28,7 +28,7 @@ class GeneralScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The scaled dot product."""
+        """Set the weight to that of the scaled dot product."""
         head_dim = self.weight.shape[-1]
         with torch.no_grad():
             self.weight.copy_(torch.eye(head_dim) / head_dim**0.5)
@@ -38,10 +38,10 @@ class GeneralScore(nn.Module):
 
 
 class AdditiveScore(nn.Module):
-    """`Additive` with a vector per head, [num_heads, head_dim]: Bahdanau's score in a block whose
-    query and key projections are his W_q and W_k; that of GATv2 with "leaky_relu".
+    """`Additive` with a learned vector per head, [num_heads, head_dim]: Bahdanau's score in a block
+    whose query and key projections are its W_q and W_k; the score of GATv2 with "leaky_relu".
 
-    Begins uniform within ±√(6 / (head_dim + 1)), Xavier's bound.
+    The vectors are initially uniform within ±√(6 / (head_dim + 1)), Xavier's bound.
     """
 
     def __init__(
@@ -59,27 +59,27 @@ class AdditiveScore(nn.Module):
         self.softcap = softcap
         self.vector = nn.Parameter(torch.empty(num_heads, head_dim))
         self.reset_parameters()
-        self()  # names wrong options now
+        self()  # raises for wrong options now rather than in the first forward
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform, each vector being a projection to one number."""
+        """Initialize the vectors Xavier-uniform, each as a projection to one number."""
         bound = (6 / (self.vector.shape[-1] + 1)) ** 0.5
         nn.init.uniform_(self.vector, -bound, bound)
 
     def forward(self) -> Additive:
         return Additive(
             self.vector,
-            activation=self.activation,  # by name, as torch 2.11 compiles it
+            activation=self.activation,  # a keyword, since torch 2.11 cannot compile a positional
             negative_slope=self.negative_slope,
             softcap=self.softcap,
         )
 
 
 class CosineScore(nn.Module):
-    """`Cosine` with a temperature per head, exp(log_temperature [num_heads]).
+    """`Cosine` with a learned temperature per head, exp(log_temperature [num_heads]).
 
-    Begins with 0.1, as in Swin Transformer V2 (Liu et al. 2022), which also keeps it from falling
-    below 0.01; here nothing does.
+    The temperature is initially 0.1, as in Swin Transformer V2 (Liu et al. 2022), which also bounds
+    it below by 0.01; here it has no bound.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CosineScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initial temperature, for every head."""
+        """Set every head to the initial temperature."""
         nn.init.constant_(self.log_temperature, log(self.initial_temperature))
 
     def forward(self) -> Cosine:
@@ -106,9 +106,10 @@ class CosineScore(nn.Module):
 
 
 class GaussianScore(nn.Module):
-    """`Gaussian` with a bandwidth per head, exp(log_bandwidth [num_heads]).
+    """`Gaussian` with a learned bandwidth per head, exp(log_bandwidth [num_heads]).
 
-    Begins with head_dim^¼ if no other is given, which weighs q·k as the scaled dot product does.
+    The bandwidth is by default initially head_dim^¼, which weighs q·k as the scaled dot product
+    does.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class GaussianScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initial bandwidth, for every head."""
+        """Set every head to the initial bandwidth."""
         nn.init.constant_(self.log_bandwidth, log(self.initial_bandwidth))
 
     def forward(self) -> Gaussian:
@@ -145,7 +146,7 @@ LEARNED_SCORES: dict[str, type[nn.Module]] = {
 def learned_score(
     score: str | Score | nn.Module, num_heads: int, head_dim: int
 ) -> Score | nn.Module:
-    """What a block keeps for its argument `score`: a module where there is something to learn."""
+    """Return what a block keeps for its argument `score`: a module if the score has parameters."""
     if isinstance(score, nn.Module):
         return score
     if isinstance(score, Score):

@@ -9,7 +9,7 @@ import attnkit
 from attnkit import Causal, attend
 from attnkit.core.check import check_inputs
 from attnkit.core.kernels import sdpa
-from attnkit.core.kernels.sdpa import is_torchs_own, num_query_parts
+from attnkit.core.kernels.sdpa import is_plain_flash, num_query_parts
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_what_is_left_to_torch_is_flash(threads):
     """`attend` of nothing but tensors skips the choice of a kernel where it can have one result."""
     query, key, value = some(2, 3, 5, 7), some(2, 3, 11, 7), some(2, 3, 11, 7)
     with torch.no_grad():
-        assert is_torchs_own(query, key, value)
+        assert is_plain_flash(query, key, value)
         assert attnkit.explain_backends(query, key, value).chosen == "flash"
         with attnkit.record_backends() as record:
             output = attend(query, key, value)
@@ -128,11 +128,11 @@ def test_what_is_left_to_torch_is_flash(threads):
             output, attend(query, key, value, backend="flash"), rtol=0, atol=0
         )
         threads(12)
-        assert is_torchs_own(query, key, value)
+        assert is_plain_flash(query, key, value)
     assert record.total() == {"flash": 1}
-    assert not is_torchs_own(query, key, value)  # its backward wants parts for 12 threads
+    assert not is_plain_flash(query, key, value)  # its backward wants parts for 12 threads
     threads(11)
-    assert is_torchs_own(query, key, value)
+    assert is_plain_flash(query, key, value)
     inputs = check_inputs(query.requires_grad_(), key, value)
     assert num_query_parts(inputs) == 1
 
@@ -157,16 +157,16 @@ def test_what_is_left_to_torch_is_flash(threads):
 )
 def test_what_is_not_left_to_torch(tensors):
     with torch.no_grad():
-        assert not is_torchs_own(*tensors[1])
+        assert not is_plain_flash(*tensors[1])
 
 
 def test_what_the_process_is_set_to_is_not_left_to_torch():
     tensors = [some(2, 3, 5, 7)] * 3
     with torch.no_grad():
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert not is_torchs_own(*tensors)
+            assert not is_plain_flash(*tensors)
             assert attend(*tensors).dtype == torch.bfloat16
         with sdpa_kernel(SDPBackend.MATH), attnkit.record_backends() as record:
-            assert not is_torchs_own(*tensors)
+            assert not is_plain_flash(*tensors)
             attend(*tensors)
     assert record.total() == {"flash": 1}

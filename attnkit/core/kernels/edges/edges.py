@@ -1,13 +1,13 @@
 """Attention over the edges of a graph by torch's operators, in memory of edges × heads.
 
-The scores of the edges alone are computed, by products sampled at the edges, and weighted sums of
-values by bags of rows: nothing of edges × heads × channels is ever made. Weights are not
-normalized edge by edge; with u_e = exp(score_e − shift) and z_i = Σ_e u_e,
+Only the scores of edges are computed, by products sampled at the edges, and weighted sums of values
+by bags of rows; no tensor of edges × heads × channels is made. Weights are not normalized edge by
+edge. With u_e = exp(score_e − shift) and z_i = Σ_e u_e,
 
     output_i = Σ_e u_e v_e / z_i,   d score_e = u_e (g′_i · v_e − g′_i · output_i),   g′ = g / z
 
-In a program of torch.compile all is one operator, into which it need not look: how edges are
-computed depends on their numbers, which it cannot trace.
+Under torch.compile everything is one operator that is not traced, because the computation depends
+on the values of the edges.
 """
 
 from collections.abc import Iterator
@@ -46,11 +46,11 @@ from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import Cosine, Gaussian
 
-DENSITY = 16  # products of a full matrix that take as long as one that is sampled
+DENSITY = 16  # products of a full matrix that take as long as one sampled product
 
 
 class EdgesKernel(Backend):
-    """`Edges`, in time and memory linear in the edges, by torch's operators."""
+    """The kernel for `Edges` by torch's operators, in time and memory linear in the edges."""
 
     name = "edges"
     needs_mask = "mask=Edges(…) and no other mask"
@@ -83,7 +83,7 @@ class EdgesKernel(Backend):
     def pays(self, inputs: Inputs) -> bool:
         assert isinstance(inputs.mask, Edges)
         if inputs.edge_features is not None or torch.compiler.is_compiling():
-            return True  # torch.compile cannot ask whether an edge is given twice
+            return True  # other kernels cannot check for duplicate edges under torch.compile
         return inputs.mask.num_edges * DENSITY < inputs.num_queries * inputs.num_keys
 
     def compute(self, inputs: Inputs) -> Tensor:
@@ -103,8 +103,8 @@ class EdgesKernel(Backend):
         return output.to(inputs.query.dtype)
 
     def forward(self, problem: EdgeProblem) -> tuple[Results, Results]:
-        """Outputs [lanes, targets, value_dim] and sums of features [lanes, targets, edge_dim]; and
-        exponentials [lanes, edges] and their sums [lanes, targets, 1]."""
+        """Compute outputs [lanes, targets, value_dim] and sums of features [lanes, targets,
+        edge_dim]; and exponentials [lanes, edges] and their sums [lanes, targets, 1]."""
         value, num_edges = problem.value, problem.adjacency.num_edges
         shape = problem.query.shape[:2]
         new = value.new_empty if num_edges else value.new_zeros
@@ -127,7 +127,7 @@ class EdgesKernel(Backend):
     def backward(
         self, problem: EdgeProblem, results: Results, gradients: Gradients, wanted: set[str]
     ) -> dict[str, Tensor]:
-        """The gradients of the wanted tensors, by name."""
+        """Compute the gradients of the wanted tensors, by name."""
         output, sums, weights, totals = results
         gradient, sums_gradient = gradients
         if gradient is None:
@@ -156,7 +156,7 @@ class EdgesKernel(Backend):
             if "value" in wanted:
                 by_source = kept.index_select(0, graph.by_source)
                 parts["value"] = sum_edges_by_source(graph, by_source, by_target)
-            if "sink" in wanted:  # whose weight is what the edges leave
+            if "sink" in wanted:  # the sink has the weight that is left by the edges
                 left = totals[lanes].flatten() - sum_weights(graph, used).flatten()
                 parts["sink"] = -(left * shift).view(lanes.stop - lanes.start, -1).sum(dim=1)
             group.add_gradients(found, slopes, parts)
@@ -167,7 +167,7 @@ class EdgesKernel(Backend):
 
 
 def _rows(tensor: Tensor, lanes: slice) -> Tensor:
-    """A view of contiguous lanes as a table."""
+    """Return contiguous lanes as a view [lanes · nodes, channels]."""
     return tensor[lanes].view(-1, tensor.shape[2])
 
 
@@ -177,7 +177,7 @@ def _rows(tensor: Tensor, lanes: slice) -> Tensor:
     schema=f"({SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def edge_softmax(*flat):
-    """`EdgesKernel.forward`."""
+    """Call `EdgesKernel.forward` with a flat problem."""
     outputs, kept = EdgesKernel().forward(EdgeProblem.of_flat(*flat))
     return *outputs, *kept
 
@@ -189,7 +189,7 @@ def edge_softmax(*flat):
     "Tensor? gradient, Tensor? sums_gradient, bool[] wanted) -> Tensor[]",
 )
 def _backward(*arguments):
-    """`EdgesKernel.backward`: a tensor for each name, empty where it is not wanted."""
+    """Call `EdgesKernel.backward`; return a tensor for each name, empty if it is not wanted."""
     problem = EdgeProblem.of_flat(*arguments[:NUM_FLAT])
     *results, gradient, sums_gradient, wanted = arguments[NUM_FLAT:]
     names = {name for name, is_wanted in zip(TENSORS, wanted, strict=True) if is_wanted}

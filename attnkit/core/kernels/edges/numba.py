@@ -1,8 +1,8 @@
-"""Attention over edges on a CPU by kernels that numba compiles: what they serve, and how they run.
+"""Attention over edges on a CPU by kernels that numba compiles: their limits and their calls.
 
-A kernel reads the rows at both ends of an edge once, forward, and once in each order backward, and
-keeps nothing of the edges in between. Its few long tasks wait for no other thread, so that a busy
-machine slows it by the share of its cores that others take.
+A kernel reads the rows at both ends of an edge once in the forward and once for each order in the
+backward, and keeps no tensor of edges between the two. Its few long tasks do not wait for other
+threads, so that other processes slow it only by the share of cores that they take.
 """
 
 import math
@@ -35,15 +35,15 @@ from attnkit.core.scores.additive import Additive
 LARGEST_DIM = 256
 WIDEST_DOT = 32  # above, torch's operators are faster: they read one table at a time
 GROUP = 2**20  # edges × lanes that are computed at once
-ALONE = 2**22  # edges × lanes × channels that one thread computes
-BLOCK = 2**13  # edges of a task, at least
-TASKS = 4  # of each thread, at least
-FEW = 8  # reads of a row that do not pay for a copy of it
+ALONE = 2**22  # edges × lanes × channels up to which one thread computes all
+BLOCK = 2**13  # least edges of a task
+TASKS = 4  # least tasks per thread
+FEW = 8  # with fewer reads of a row, copying it does not pay
 BY_SOURCE = ("by_source", "source_offsets", "target_by_source")
 
 
 class NumbaEdgesKernel(EdgesKernel):
-    """`Edges` on a CPU, by kernels that numba compiles."""
+    """The kernel for `Edges` on a CPU that numba compiles."""
 
     name = "edges_numba"
     is_exact = True  # each row is summed by one task, in the order of its own edges
@@ -57,7 +57,7 @@ class NumbaEdgesKernel(EdgesKernel):
             yield "cannot be traced by torch"
         elif type(inputs.query) not in (Tensor, nn.Parameter):
             yield f"needs tensors with numbers, got {type(inputs.query).__name__}"
-        if not _is_there():  # after what torch.compile asks, which warns of a cached function
+        if not _is_there():  # not before: torch.compile warns of a cached function
             yield "needs numba"
         if inputs.query.dtype == torch.float64:
             yield "needs float32, bfloat16 or float16, got torch.float64"
@@ -83,10 +83,10 @@ class NumbaEdgesKernel(EdgesKernel):
         return super().pays(inputs)
 
     def forward(self, problem: EdgeProblem) -> tuple[Results, Results]:
-        """Outputs and sums of features; and two numbers of each softmax."""
+        """Compute outputs and sums of features; and two numbers of each softmax."""
         (output, sums), (softmax,) = _Job(problem).forward()
         if problem.sink is not None:
-            share = torch.sigmoid(_lse(softmax) - problem.sink)  # that of the edges
+            share = torch.sigmoid(_lse(softmax) - problem.sink)  # the edges' share of the weight
             output, sums, _ = output.mul_(share), sums.mul_(share), softmax[..., 1:].mul_(share)
         return (output, sums), (softmax,)
 
@@ -103,7 +103,7 @@ class NumbaEdgesKernel(EdgesKernel):
 
 
 def _lse(softmax: Tensor) -> Tensor:
-    """The log-sum-exp of each target, [lanes, targets, 1]; ∞ for one without edges."""
+    """Return the log-sum-exp of each target, [lanes, targets, 1]; ∞ for targets without edges."""
     return softmax[..., :1] - softmax[..., 1:].log()
 
 
@@ -113,9 +113,9 @@ def _is_there() -> bool:
 
 
 class _Job:
-    """One call, forward or backward: tensors as kernels read them, and tasks for the threads.
+    """One forward or backward: the tensors as kernels read them, and the tasks for the threads.
 
-    Channels are filled up to whole vectors with zeros, which change nothing.
+    Channels are padded with zeros to whole vectors, which does not change the results.
     """
 
     def __init__(self, problem: EdgeProblem) -> None:
@@ -134,19 +134,19 @@ class _Job:
         }
         if self.head_dim == self.value_dim and _are_one(problem.key, problem.value):
             self.given["value"] = self.given["key"]  # as in GATv2: one table for both
-        if self.is_dot:  # the kernels read a vector, and have no use for it
+        if self.is_dot:  # the kernels load a vector in any case
             self.given["vector"] = problem.query.new_zeros(1).expand(self.num_lanes, self.head_dim)
         if problem.edge_key is not None:  # a row for each feature
             rows = _filled(problem.edge_key.transpose(1, 2), self.head_dim)
             self.given["edge_key"] = F.pad(rows, (0, 0, 0, self.edge_dim - rows.shape[1]))
-        if problem.features is not None:  # of all lanes
+        if problem.features is not None:  # the same for all lanes
             self.given["features"] = self.given["features"].expand(self.num_lanes, -1, -1)
         if problem.bias is not None:
             self.given["bias"] = _filled(problem.bias, self.graph.num_edges)
         self.kept: dict[str, Tensor] = {}
 
     def forward(self) -> tuple[Results, Results]:
-        """Outputs and sums of features; and the numbers of the softmax, [lanes, targets, 2]."""
+        """Compute outputs and sums of features; and the softmax's numbers, [lanes, targets, 2]."""
         compiled, sums = _compiled(), None
         output = self._new("query", self.value_dim)
         if self.problem.sums_features:
@@ -166,7 +166,7 @@ class _Job:
     def backward(
         self, results: Results, gradients: Gradients, wanted: set[str]
     ) -> dict[str, Tensor]:
-        """The gradients of the wanted tensors, by name."""
+        """Compute the gradients of the wanted tensors, by name."""
         compiled = _compiled()
         output, sums, softmax = results
         gradient, sums_gradient = gradients
@@ -202,7 +202,7 @@ class _Job:
         return {name: self._finished(name, found[name]) for name in wanted}
 
     def _new_gradients(self, wanted: set[str]) -> dict[str, Tensor]:
-        """Where they are written to; the first two of the rest in parts, one for each task."""
+        """Allocate the gradients; those of vector and edge_key have a part for each task."""
         zeros, num_parts = self.given["query"].new_zeros, len(self._blocks())
         dims = {"query": self.head_dim, "key": self.head_dim, "value": self.value_dim}
         found = {name: self._new(name, dim) for name, dim in dims.items()}
@@ -220,7 +220,7 @@ class _Job:
         return found
 
     def _finished(self, name: str, gradient: Tensor) -> Tensor:
-        """Of the shape that was given."""
+        """Return the gradient in the shape of the problem's tensor."""
         shape = getattr(self.problem, name).shape
         if name in ("vector", "edge_key"):
             gradient = gradient.sum(dim=1)
@@ -232,13 +232,13 @@ class _Job:
         return first_channels(gradient, shape[-1])
 
     def _new(self, name: str, dim: int) -> Tensor:
-        """[lanes, nodes, dim] for the nodes of that tensor, the lanes of a node side by side, as
-        layers want them."""
+        """Allocate [lanes, nodes, dim] for the nodes of that tensor; the lanes of a node are
+        contiguous, as layers read them."""
         like = self.given[name]
         return like.new_empty(like.shape[1], self.num_lanes, dim).transpose(0, 1)
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Memory that one group of lanes hands to the next: new memory costs more."""
+        """Return memory that all groups of lanes share, because allocating it costs more."""
         count = math.prod(shape)
         kept = self.kept.get(name)
         if kept is None or len(kept) < count:
@@ -246,16 +246,18 @@ class _Job:
         return kept[:count].view(shape)
 
     def _signs(self, shape: tuple[int, int]) -> Tensor:
-        """Bits of each lane and edge, in bytes."""
+        """Allocate a bit for each lane, edge and channel, in bytes."""
         num_bytes = self.head_dim // 8
         bits = self._buffer("signs", (-(-shape[0] * shape[1] * num_bytes // 4),))
         return bits.view(torch.uint8)[: shape[0] * shape[1] * num_bytes].view(*shape, num_bytes)
 
     def _near(self, lanes: slice, *names: str) -> dict[str, Tensor]:
-        """The lanes' rows of given tensors that are read together, in no order: copies next to each
-        other, where they are spread over much memory and each is read several times, or where two
-        tables would leave little of the last cache to what else is read. One table that is key and
-        value is copied once."""
+        """Return the lanes' rows of given tensors that are read together, in random order.
+
+        They are copied to contiguous memory if each row is read several times and they are spread
+        over much memory, or would fill most of the last cache. A table that is both key and value
+        is copied once.
+        """
         if names == ("key", "value") and self.given["key"] is self.given["value"]:
             return dict.fromkeys(names, self._near(lanes, "key")["key"])
         found = {name: self.given[name][lanes] for name in names}
@@ -280,13 +282,13 @@ class _Job:
         return found
 
     def _groups(self) -> Iterator[slice]:
-        """Lanes that are computed at once."""
+        """Yield the groups of lanes that are computed at once."""
         size = max(1, min(self.num_lanes, GROUP // max(1, self.graph.num_edges)))
         for first in range(0, self.num_lanes, size):
             yield slice(first, min(first + size, self.num_lanes))
 
     def _graph(self, *names: str) -> Any:
-        """The addresses of the edges in the order of targets, and of those tensors."""
+        """Return the addresses of the edges in the order of targets, and of the named tensors."""
         graph = _compiled().Graph
         for name in ("offsets", "source", *names):
             self.kept[name] = getattr(self.graph, name).contiguous()
@@ -296,17 +298,17 @@ class _Job:
         return graph(*addresses, self.graph.num_edges - 1, self._at_once(), self._is_large())
 
     def _is_large(self) -> bool:
-        """Whether rows that are read in no order are better asked for ahead: where a lane's table
-        does not stay in a core's own cache, beside what else is read."""
+        """Return whether a lane's table is too large for a core's own cache, so that rows, which
+        are read in random order, should be prefetched."""
         num_nodes = max(self.graph.num_sources, self.num_targets)
         return 4 * num_nodes * max(self.head_dim, self.value_dim) > caches().core // 2
 
     def _at_once(self) -> int:
-        """How many edges are computed at once, at most, up to a whole vector."""
+        """Return the largest number of edges that are computed at once, in whole vectors."""
         return multiple_of_8(_compiled().CHUNK + self.graph.largest_degree)
 
     def _given(self, lanes: slice, near: dict[str, Tensor]) -> Any:
-        """What is given for these lanes, some of it in copies."""
+        """Return the given tensors of these lanes, with the copies `near` in their place."""
         compiled, problem, keep = _compiled(), self.problem, 1 - self.problem.dropout_p
         tables = {name: _table(tensor, lanes) for name, tensor in self.given.items()}
         tables |= {name: _table(rows) for name, rows in near.items()}
@@ -331,7 +333,7 @@ class _Job:
         by_source: bool = False,
         are_together: bool = False,
     ) -> None:
-        """The kernel for blocks of nodes, each lane for itself where they are not computed
+        """Run the kernel for blocks of nodes, in a task per lane unless lanes are computed
         together."""
         count, blocks = lanes.stop - lanes.start, self._blocks(by_source=by_source)
         if are_together or self._is_alone():
@@ -341,7 +343,7 @@ class _Job:
 
         def task(*where: int) -> None:
             size = (3 + self.head_dim) * self._at_once() + self.edge_dim
-            scratch = torch.empty(size, dtype=torch.float32, device="cpu")  # whatever the default
+            scratch = torch.empty(size, dtype=torch.float32, device="cpu")  # not torch's defaults
             kernel(*arguments, scratch.data_ptr(), *where)
 
         run_tasks(
@@ -362,28 +364,28 @@ class _Job:
         return graph.blocks(max(BLOCK, -(-graph.num_edges // num_blocks)), by_source=by_source)
 
     def _is_alone(self) -> bool:
-        """Whether one thread computes all, since waking another would take as long."""
+        """Return whether one thread computes everything, since waking another takes as long."""
         work = self.graph.num_edges * self.num_lanes * (self.head_dim + self.value_dim)
         return work <= ALONE
 
 
 @cache
 def _compiled() -> Any:
-    """The kernels, imported where they are used: numba takes half a second."""
+    """Return the module of the kernels, imported late because numba takes half a second."""
     from attnkit.core.kernels.edges import numba_kernels
 
     return numba_kernels
 
 
 def _is_spread(rows: Tensor) -> bool:
-    """Whether rows [lanes, nodes, channels] stand apart from each other, over memory of several
-    times a core's own cache."""
+    """Return whether rows [lanes, nodes, channels] are not contiguous, and are spread over several
+    times the memory of a core's own cache."""
     spread = 4 * rows.shape[1] * rows.stride(1)
     return rows.stride(1) != rows.shape[2] and spread > 4 * caches().core
 
 
 def _are_one(first: Tensor, second: Tensor) -> bool:
-    """Whether these are the same numbers in the same memory."""
+    """Return whether the tensors are the same view of the same memory."""
     return first.data_ptr() == second.data_ptr() and (first.shape, first.stride()) == (
         second.shape,
         second.stride(),
@@ -391,14 +393,14 @@ def _are_one(first: Tensor, second: Tensor) -> bool:
 
 
 def _filled(tensor: Tensor, dim: int) -> Tensor:
-    """With so many channels, which stand next to each other."""
+    """Return the tensor zero-padded to `dim` contiguous channels."""
     tensor = with_channels(tensor, dim)
     return tensor if tensor.stride(-1) == 1 or dim == 1 else tensor.contiguous()
 
 
 def _table(tensor: Tensor | None, lanes: slice = slice(None)) -> Any:
-    """The lanes of a tensor [lanes, rows, channels] or [lanes, channels], as kernels read it; at 0
-    where there is none."""
+    """Return the lanes of a tensor [lanes, rows, channels] or [lanes, channels] as kernels read it;
+    None is a table at address 0."""
     table = _compiled().Table
     if tensor is None:
         return table(0, 0, 0)

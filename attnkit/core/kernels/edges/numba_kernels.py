@@ -1,11 +1,11 @@
-"""The kernels for edges on a CPU, compiled by numba for the sizes at hand.
+"""The kernels for edges on a CPU, which numba compiles for the given sizes.
 
-Each computes some lanes, one after the other, and in each the edges of some nodes. A lane is a head
-of a batch item. Nothing of the edges is kept between forward and backward, which computes the
-weights again from two numbers of each target.
+A kernel computes the edges of some nodes, for some lanes one after the other. A lane is a head of a
+batch item. No tensor of edges is kept between forward and backward, which computes the weights
+again from two numbers of each target.
 
-Tables are float32, and the edges stand in the order of their targets. The rows of the nodes at the
-other ends of edges are read in no order: they are asked for `AHEAD` edges before they are read.
+Tables are float32, and the edges are in the order of their targets. The rows of the nodes at the
+other ends of edges are read in random order; they are prefetched `AHEAD` edges in advance.
 """
 
 import math
@@ -37,14 +37,14 @@ from attnkit.core.kernels.edges.numba_vectors import (
 )
 from attnkit.core.operators.sorting_kernels import compiled
 
-CHUNK = 64  # edges that are computed at once, at least: more where a target has more
+CHUNK = 64  # least edges that are computed at once; a target with more edges adds them
 AHEAD = 16
-LINE = 64  # bytes that a processor fetches at once
-LANE_SEED = 0x1E3779B97F4A7C15  # odd and without a pattern: lanes hash in other ways
+LINE = 64  # bytes of a cache line
+LANE_SEED = 0x1E3779B97F4A7C15  # odd and without a pattern, so that lanes have different hashes
 
 
 class Table(NamedTuple):
-    """Where row 0 of lane 0 stands, and the bytes to the next lane and to the next row."""
+    """The address of row 0 of lane 0, and the bytes to the next lane and to the next row."""
 
     start: int
     lane: int
@@ -52,8 +52,8 @@ class Table(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """Addresses of `Adjacency`'s tensors, the last edge, how many are computed at once, and
-    whether tables are too large for the cache."""
+    """Addresses of `Adjacency`'s tensors, the last edge, the largest number of edges computed at
+    once, and whether tables are too large for the cache."""
 
     offsets: int
     source: int
@@ -66,12 +66,12 @@ class Graph(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What attention is computed from; what is not there starts at 0.
+    """The inputs of attention; an absent table has the address 0.
 
-    vector: a row; None of it: the score is the scaled dot product. features: a row of 8 ·
-    num_blocks numbers for each edge; edge_query: as wide, for each target; edge_key: head_dim
-    numbers for each feature; bias: a number for each edge. Dropout keeps what hashes below
-    `threshold` and multiplies it by `keep_scale`, which is 1 where there is none.
+    vector: a row for each lane, not used by the scaled dot product; features: a row of 8 ·
+    num_blocks numbers for each edge; edge_query: an equally wide row for each target; edge_key: a
+    row of head_dim numbers for each feature; bias: a number for each edge. Dropout keeps edges
+    whose hash is below `threshold` and multiplies them by `keep_scale`, which is 1 without dropout.
     """
 
     query: Table
@@ -92,8 +92,8 @@ class Given(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Of each target the output, the weighted sum of features, and two numbers of its softmax: the
-    largest score and 1 / Σ exp(score − largest)."""
+    """Tables with the output of each target, the weighted sum of features, and two numbers of its
+    softmax: the largest score and 1 / Σ exp(score − largest)."""
 
     output: Table
     sums: Table
@@ -101,12 +101,12 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of outputs and sums, then those that backward writes, or adds to: vector,
-    edge_key and features.
+    """Tables of the gradients of outputs and sums, and of those that the backward writes; it adds
+    to those of vector, edge_key and features.
 
-    by_source reads from by_target, for each edge, pairs: the weight after dropout and the gradient
-    of the score, or that of the key itself where it is one number; and signs: where the argument
-    of an additive score is positive, as bits.
+    The kernel by_target writes two tables for by_source. pairs: for each edge the weight after
+    dropout and the gradient of the score, or of the key itself if that is one number; signs: for
+    each edge bits that say where the argument of an additive score is positive.
     """
 
     output: Table
@@ -130,7 +130,7 @@ def _at(table, lane, row):
 
 @njit(nogil=True, forceinline=True)
 def _fetch_source(graph, edge, table, row, num_bytes):
-    """Ask for the row of the source of an edge that comes later."""
+    """Prefetch the row of the source of a later edge."""
     if graph.is_large:
         coming = integer(graph.source, min(edge + AHEAD, graph.last))
         _fetch_row(table + coming * row, num_bytes)
@@ -144,7 +144,7 @@ def _fetch_row(address, num_bytes):
 
 @njit(nogil=True, forceinline=True)
 def _product(first, second, num_blocks):
-    """The scalar product of two rows of 8 · num_blocks numbers."""
+    """Compute the scalar product of two rows of 8 · num_blocks numbers."""
     found = zeros(8)
     for block in range(num_blocks):
         found = plus_times(found, load(first + 32 * block, 8), load(second + 32 * block, 8))
@@ -153,7 +153,7 @@ def _product(first, second, num_blocks):
 
 @njit(nogil=True, forceinline=True)
 def _add_row(row, other, factor, num_blocks):
-    """row += factor · other."""
+    """Add factor · other to row."""
     for block in range(num_blocks):
         place = row + 32 * block
         store(place, plus_times(load(place, 8), load(other + 32 * block, 8), factor))
@@ -167,7 +167,7 @@ def _clear_row(row, num_blocks):
 
 @njit(nogil=True, forceinline=True)
 def _dot_score(given, row, key, edge_query, feature):
-    """scale · (query · key + edge_query · feature)."""
+    """Compute scale · (query · key + edge_query · feature)."""
     score = total(times(row, load_like(key, row)))
     if given.edge_query.start:
         score += _product(edge_query, feature, given.num_blocks)
@@ -176,7 +176,7 @@ def _dot_score(given, row, key, edge_query, feature):
 
 @njit(nogil=True, forceinline=True)
 def _argument(given, row, key, edge_key, feature):
-    """query + key + Σ_f feature_f · edge_key_f, of which the LeakyReLU is taken."""
+    """Compute the argument of LeakyReLU, query + key + Σ_f feature_f · edge_key_f."""
     found = plus(row, load_like(key, row))
     if given.edge_key.start:
         if length(row) == 1:
@@ -189,14 +189,14 @@ def _argument(given, row, key, edge_key, feature):
 
 @njit(nogil=True, forceinline=True)
 def _additive_score(given, argument, vector):
-    """vector · LeakyReLU(argument)."""
+    """Compute vector · LeakyReLU(argument)."""
     active = times(argument, leaky_slope(argument, given.negative_slope))
     return total(times(active, vector))
 
 
 @njit(nogil=True, forceinline=True)
 def _add_products(rows, feature, active, given):
-    """Row f += feature_f · active."""
+    """Add feature_f · active to each row f."""
     if length(active) == 1:
         _add_row(rows, feature, total(active), given.num_blocks)
     else:
@@ -207,7 +207,7 @@ def _add_products(rows, feature, active, given):
 
 @njit(nogil=True, forceinline=True)
 def _add_totals(row, edge_key, active, given):
-    """Number f += edge_key_f · active."""
+    """Add edge_key_f · active to each number f of the row."""
     if length(active) == 1:
         _add_row(row, edge_key, total(active), given.num_blocks)
     else:
@@ -218,8 +218,7 @@ def _add_totals(row, edge_key, active, given):
 
 @njit(nogil=True, forceinline=True)
 def _following(graph, target, last):
-    """The target after the last of those that are computed at once: CHUNK edges, and those that
-    this one has more."""
+    """Return the end of the targets that are computed at once, which have at least CHUNK edges."""
     begin = integer(graph.offsets, target)
     while target < last and integer(graph.offsets, target) - begin < CHUNK:
         target += 1
@@ -228,7 +227,7 @@ def _following(graph, target, last):
 
 @njit(nogil=True, forceinline=True)
 def _exponentiate(given, lane, begin, count, weights, masks):
-    """weight ← exp(weight), and what dropout multiplies each by, for so many edges."""
+    """Replace `count` weights by exp(weight), and write the factors of dropout to masks."""
     seed = given.seed + (given.first_lane + lane) * LANE_SEED
     for place in range(0, count, 8):
         weight = exp(load(weights + 4 * place, 8))
@@ -251,11 +250,12 @@ Kernels = tuple[Callable[..., None], Callable[..., None], Callable[..., None]]
 
 @cache
 def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
-    """Forward, and backward in the order of targets and then of sources.
+    """Return the kernels forward, by_target and by_source; the last two are the backward, in the
+    order of targets and then of sources.
 
-    Each takes the graph, what is given, further tables, memory for 3 + head_dim numbers of each
-    edge that is computed at once and for those of the features, which part of the work it is, and
-    which nodes and lanes: from the first to the one before the last.
+    Each takes the graph, the inputs, further tables, memory for 3 + head_dim numbers of each edge
+    that is computed at once and for the numbers of the features, the number of the part of the
+    work, and the ranges of nodes and lanes, whose ends are exclusive.
     """
     row_bytes, value_bytes = 4 * head_dim, 4 * value_dim
 
@@ -276,7 +276,7 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                     largest = float32(-math.inf)
                     for edge in range(start, stop):
                         _fetch_source(graph, edge, key, given.key.row, row_bytes)
-                        if value != key:  # else one table is both
+                        if value != key:  # otherwise one table is both
                             _fetch_source(graph, edge, value, given.value.row, value_bytes)
                         other = key + integer(graph.source, edge) * given.key.row
                         feature = _at(given.features, 0, edge)
@@ -310,7 +310,7 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                         if results.sums.start:
                             feature = _at(given.features, 0, edge)
                             _add_row(sums, feature, weight, given.num_blocks)
-                    # nobody to look at gives 0
+                    # a target without edges gets 0
                     inverse = float32(1) / exponentials if exponentials != 0 else float32(0)
                     set_number(_at(results.softmax, lane, node), 1, inverse)
                     store(_at(results.output, lane, node), times(output, inverse))
@@ -345,7 +345,7 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
                     start, stop = integer(graph.offsets, node), integer(graph.offsets, node + 1)
                     for edge in range(start, stop):
                         _fetch_source(graph, edge, key, given.key.row, row_bytes)
-                        if value != key:  # else one table is both
+                        if value != key:  # otherwise one table is both
                             _fetch_source(graph, edge, value, given.value.row, value_bytes)
                         source = integer(graph.source, edge)
                         other = key + source * given.key.row
@@ -465,9 +465,9 @@ def kernels(is_dot: bool, head_dim: int, value_dim: int) -> Kernels:
 
 @cache
 def copy() -> Callable[..., None]:
-    """Copies rows of so many numbers from a table to another: which rows and lanes, from the first
-    to the one before the last.
+    """Return the kernel that copies rows from a table to another, for ranges of rows and lanes.
 
-    torch's threads would go on to spin for a while, on the cores that the next tasks need.
+    torch is not used for this: its threads spin for a while after the copy, on the cores that the
+    next tasks need.
     """
     return compiled(_copy)

@@ -1,11 +1,12 @@
 """Vectors of float32 in numba's functions: numbers that are loaded, combined and stored together.
 
-numba compiles loops over numbers, and leaves to LLVM whether they become the processor's vector
-instructions. Here they are vectors from the start, `Floats(size)`, of whatever size the kernel has
-use for: LLVM splits them into registers. Addresses are those of `Tensor.data_ptr()`, in bytes;
-indices count numbers of four bytes.
+numba compiles loops over numbers, and LLVM decides whether they become vector instructions of the
+processor. Here they are vectors from the start, `Floats(size)`, of any size that the kernel needs;
+LLVM splits them into registers. Addresses are those of `Tensor.data_ptr()`, in bytes; indices count
+numbers of four bytes.
 
-Sums may be taken in any order. What is not finite stays so, since no flag tells LLVM otherwise.
+LLVM may reorder sums. It keeps numbers that are not finite, since no flag lets it assume finite
+ones.
 """
 
 import inspect
@@ -22,7 +23,7 @@ ANY_ORDER = ("reassoc", "contract", "nsz")
 
 
 class Floats(types.Type):
-    """`size` numbers of float32."""
+    """numba's type of a vector of `size` numbers of float32."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -36,12 +37,12 @@ class _FloatsModel(models.PrimitiveModel):
 
 
 def _operation(result: Any, *parameters: Any) -> Callable[[Callable], Any]:
-    """A function of numba's code, from one that writes its instructions of LLVM.
+    """Return a decorator that makes a function for numba's code from one that writes LLVM code.
 
     Args:
-        result, parameters: numba's types. Floats as a parameter is a vector of any size, and as the
-            result one of the size of the first vector given; for a number a vector may be given.
-            "size" is a constant, of which the result is a vector.
+        result, parameters: numba's types. `Floats` as a parameter is a vector of any size; as the
+            result it has the size of the first vector argument. A vector may be passed for a
+            number. "size" is a constant, the size of the resulting vector.
     """
 
     def define(write: Callable) -> Any:
@@ -76,7 +77,7 @@ def _constant(kind: ir.VectorType, value: float) -> ir.Constant:
 
 
 def _spread(builder: Any, value: Any, size: int) -> Any:
-    """A number as a vector of it; a vector as it is."""
+    """Return a number repeated to a vector; a vector as it is."""
     if isinstance(value.type, ir.VectorType):
         return value
     undefined = ir.Constant(ir.VectorType(value.type, size), ir.Undefined)
@@ -97,13 +98,13 @@ def _load(builder: Any, address: Any, kind: ir.Type, align: int) -> Any:
 
 @_operation(Floats, types.int64, "size")
 def load(builder, address, size):
-    """The numbers from this address on, as many as the constant `size`."""
+    """Load the constant number `size` of floats from this address on."""
     return _load(builder, address, ir.VectorType(FLOAT, size), 4)
 
 
 @_operation(Floats, types.int64, Floats)
 def load_like(builder, address, floats):
-    """As many numbers as `floats` has."""
+    """Load as many numbers as `floats` has from this address on."""
     return _load(builder, address, floats.type, 4)
 
 
@@ -115,27 +116,27 @@ def store(builder, address, floats):
 
 @_operation(Floats, "size")
 def zeros(builder, size):
-    """A vector of zeros, as many as the constant `size`."""
+    """Return a vector of zeros of the constant `size`."""
     return _constant(ir.VectorType(FLOAT, size), 0.0)
 
 
 @_operation(Floats, Floats, types.float32)
 def plus(builder, floats, other):
-    """floats + other, where `other` may be a number."""
+    """Compute floats + other, where `other` may be a number."""
     other = _spread(builder, other, floats.type.count)
     return builder.fadd(floats, other, flags=ANY_ORDER)
 
 
 @_operation(Floats, Floats, types.float32)
 def times(builder, floats, other):
-    """floats · other, where `other` may be a number."""
+    """Compute floats · other, where `other` may be a number."""
     other = _spread(builder, other, floats.type.count)
     return builder.fmul(floats, other, flags=ANY_ORDER)
 
 
 @_operation(Floats, Floats, Floats, types.float32)
 def plus_times(builder, added, floats, other):
-    """added + floats · other, where `other` may be a number."""
+    """Compute added + floats · other, where `other` may be a number."""
     other = _spread(builder, other, floats.type.count)
     product = builder.fmul(floats, other, flags=ANY_ORDER)
     return builder.fadd(added, product, flags=ANY_ORDER)
@@ -143,7 +144,7 @@ def plus_times(builder, added, floats, other):
 
 @_operation(types.float32, Floats)
 def total(builder, floats):
-    """The sum of its numbers."""
+    """Sum the numbers of a vector."""
     kind = ir.FunctionType(FLOAT, [FLOAT, floats.type])
     name = f"llvm.vector.reduce.fadd.v{floats.type.count}f32"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -152,7 +153,7 @@ def total(builder, floats):
 
 @_operation(Floats, Floats, types.float32)
 def leaky_slope(builder, floats, negative_slope):
-    """The derivative of LeakyReLU: 1 where a number is positive, else the slope."""
+    """Compute the derivative of LeakyReLU: 1 where a number is positive, else the slope."""
     slope = _spread(builder, negative_slope, floats.type.count)
     is_positive = builder.fcmp_ordered(">", floats, _constant(floats.type, 0.0))
     return builder.select(is_positive, _constant(floats.type, 1.0), slope)
@@ -160,13 +161,13 @@ def leaky_slope(builder, floats, negative_slope):
 
 @_operation(types.int64, Floats)
 def length(builder, floats):
-    """How many numbers it has, which LLVM knows: a branch upon it costs nothing."""
+    """Return the size of a vector, a constant for LLVM, so that a branch on it costs nothing."""
     return LONG(floats.type.count)
 
 
 @_operation(types.void, types.int64, Floats)
 def store_signs(builder, address, floats):
-    """Write for each number whether it is positive: a bit. A multiple of eight numbers."""
+    """Write a bit for each number, whether it is positive; the size must be a multiple of 8."""
     bits = builder.fcmp_ordered(">", floats, _constant(floats.type, 0.0))
     bits = builder.bitcast(bits, ir.IntType(floats.type.count))
     builder.store(bits, _at(builder, address, bits.type)).align = 1
@@ -174,7 +175,7 @@ def store_signs(builder, address, floats):
 
 @_operation(Floats, types.int64, types.float32, Floats)
 def slopes_of_signs(builder, address, negative_slope, floats):
-    """`leaky_slope` of the numbers whose signs were written there, as many as `floats` has."""
+    """Compute `leaky_slope` from bits of `store_signs`, as many as `floats` has."""
     size = floats.type.count
     bits = _load(builder, address, ir.IntType(size), 1)
     bits = builder.bitcast(bits, ir.VectorType(ir.IntType(1), size))
@@ -184,7 +185,7 @@ def slopes_of_signs(builder, address, negative_slope, floats):
 
 @_operation(Floats, Floats)
 def exp(builder, floats):
-    """e to the power of each number up to 88, to 2⁻²³ of it; 0 below −87.
+    """Compute e to the power of each number up to 88, with relative error 2⁻²³; 0 below −87.
 
     With n the integer next to x / ln 2, eˣ = 2ⁿ · eʳ, where r is at most half of ln 2 and eʳ is
     Cephes' polynomial of expf (Moshier, 1989).
@@ -200,7 +201,7 @@ def exp(builder, floats):
 
     is_low = builder.fcmp_ordered("<", floats, number(-87.0))
     power = builder.select(is_low, number(-87.0), floats)
-    # 1.5 · 2²³ leaves no place for a fraction: the last bits of the sum are the integer
+    # a sum with 1.5 · 2²³ has no bits for a fraction: its last bits are the integer
     shifted = sum_of(power, number(1.4426950408889634), number(12582912.0))
     whole = builder.fsub(shifted, number(12582912.0))
     rest = sum_of(whole, number(-0.693359375), power)  # ln 2 in two parts
@@ -219,7 +220,7 @@ def exp(builder, floats):
 
 @_operation(Floats, types.int64, types.int64, types.int64, Floats)
 def kept(builder, first, seed, threshold, floats):
-    """1 for each place from `first` on that dropout keeps, else 0, as many as `floats` has.
+    """Return 1 for each place from `first` on that dropout keeps, else 0, as many as `floats` has.
 
     A place is kept where a hash of it and the seed's halves, 32 bits, is below the threshold. The
     hash is `lowbias32` (Wellons, Prospecting for Hash Functions, 2018), once for each half.
@@ -242,16 +243,16 @@ def kept(builder, first, seed, threshold, floats):
 
 @_operation(types.void, types.int64)
 def fetch(builder, address):
-    """Ask for what stands at this address, 64 bytes, before it is read."""
+    """Prefetch the 64 bytes at this address."""
     pointer = builder.inttoptr(address, BYTE.as_pointer())
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, INT, INT, INT])
     function = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
-    builder.call(function, [pointer, INT(0), INT(3), INT(1)])  # to read, often, data
+    builder.call(function, [pointer, INT(0), INT(3), INT(1)])  # read, high locality, data cache
 
 
 @_operation(types.float32, types.int64, types.int64)
 def number(builder, address, index):
-    """The float32 at this index."""
+    """Load the float32 at this index."""
     return builder.load(_at(builder, address, FLOAT, index))
 
 
@@ -263,5 +264,5 @@ def set_number(builder, address, index, value):
 
 @_operation(types.int64, types.int64, types.int64)
 def integer(builder, address, index):
-    """The int32 at this index."""
+    """Load the int32 at this index."""
     return builder.sext(builder.load(_at(builder, address, INT, index)), LONG)

@@ -1,4 +1,4 @@
-"""Attention over the edges of a graph as one object, which all kernels for edges read."""
+"""Attention over the edges of a graph as one object, which all kernels for edges are given."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ TENSORS = ("query", "key", "value", "vector", "edge_query", "edge_key", "feature
 
 @dataclass(frozen=True, eq=False)
 class EdgeProblem:
-    """What is computed: the softmax over the edges of each target, of the scores
+    """Attention over edges: the softmax over the edges of each target, of the scores
 
         scale · (query_i · key_j + edge_query_i · e)    or, if there is a vector,
         vectorᵀ activation(query_i + key_j + edge_key e)
 
     plus the bias, and with these weights the sum of the values, and of the features e.
 
-    A lane is a head of a batch item. All edges stand in the order of their targets.
+    A lane is a head of a batch item. All edges are in the order of their targets.
 
-    negative_slope: of LeakyReLU, the activation; None: the activation is tanh.
+    adjacency: the sorted edges.
+    negative_slope: the slope of LeakyReLU, the activation; None: the activation is tanh.
     sums_features: whether the features are summed, too.
-    seed: one integer; None: no dropout.
+    seed: one integer for dropout; None: no dropout.
     query, key, value: [lanes, nodes, channels].
     vector, bias: [lanes, channels] and [lanes, edges].
     edge_query: [lanes, targets, edge_dim]; edge_key: [lanes, channels, edge_dim].
     features: [edges, edge_dim], the same for all lanes.
-    sink: [lanes, 1, 1], e^sink is added to the sum of each softmax.
+    sink: [lanes, 1, 1]; e^sink is added to the sum of each softmax.
     """
 
     adjacency: Adjacency
@@ -58,7 +59,7 @@ class EdgeProblem:
 
     @classmethod
     def of(cls, inputs: Inputs) -> EdgeProblem:
-        """That of an attention whose mask is `Edges`, in the precision of the inputs."""
+        """Make the problem of an attention with the mask `Edges`, in the inputs' precision."""
         assert isinstance(inputs.mask, Edges)
         batch, num_heads = inputs.query.shape[:2]
         adjacency, score, carried = inputs.mask.adjacency, inputs.score, inputs.edge_features
@@ -104,23 +105,23 @@ class EdgeProblem:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those of `TENSORS`."""
+        """The fields named by `TENSORS`."""
         return tuple(getattr(self, name) for name in TENSORS)
 
     @property
     def summed_dim(self) -> int:
-        """How many features of an edge are summed."""
+        """The number of features of an edge that are summed."""
         return self.features.shape[1] if self.sums_features and self.features is not None else 0
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> EdgeProblem:
-        """The same of other tensors."""
-        other = object.__new__(EdgeProblem)  # in a fifth of the time of `replace`
+        """Return the same problem with other tensors."""
+        other = object.__new__(EdgeProblem)  # takes a fifth of the time of `replace`
         vars(other).update(vars(self))
         vars(other).update(zip(TENSORS, tensors, strict=True))
         return other
 
     def flat(self) -> tuple[Any, ...]:
-        """What an operator of torch is given, as `SCHEMA` says."""
+        """Return the problem as the arguments of an operator of torch, in the order of `SCHEMA`."""
         graph = self.adjacency
         return (
             *(graph.offsets, graph.target, graph.source, graph.num_sources),
@@ -140,7 +141,7 @@ class EdgeProblem:
         source_offsets: Tensor | None,
         *fields: Any,
     ) -> EdgeProblem:
-        """The problem that was made `flat`."""
+        """Make the problem from the arguments that `flat` returned."""
         graph = Adjacency(offsets, target, source, None, num_sources)
         for name, tensor in (("by_source", by_source), ("source_offsets", source_offsets)):
             if tensor is not None:
@@ -163,24 +164,24 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Solver(Protocol):
-    """What computes a problem."""
+    """A kernel that computes a problem."""
 
     name: str
 
     def forward(self, problem: EdgeProblem) -> tuple[Results, Results]:
-        """The outputs, and what else `backward` reads."""
+        """Compute the outputs, and the further tensors that `backward` reads."""
         ...
 
     def backward(
         self, problem: EdgeProblem, results: Results, gradients: Gradients, wanted: set[str]
     ) -> dict[str, Tensor]:
-        """The gradients of the wanted tensors, by name, from all results and the gradients of the
-        outputs, of which one is there: None stands for 0."""
+        """Compute the gradients of the wanted tensors, by name, from all results and the gradients
+        of the outputs, at least one of which is not None; None stands for 0."""
         ...
 
 
 def solve(solver: Solver, problem: EdgeProblem) -> Results:
-    """The outputs, which torch can differentiate."""
+    """Compute the outputs, which autograd can differentiate."""
     return _Solution.apply(solver, problem, *problem.tensors)
 
 
@@ -188,7 +189,7 @@ class _Solution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, solver: Solver, problem: EdgeProblem, *tensors: Tensor | None):
         outputs, kept = solver.forward(problem)
-        # the tensors are kept by torch alone, which frees them after the backward
+        # only torch keeps the tensors, which it frees after the backward
         ctx.solver, ctx.problem = solver, problem.with_tensors([None] * len(TENSORS))
         ctx.save_for_backward(*tensors, *outputs, *kept)
         ctx.set_materialize_grads(False)
@@ -198,7 +199,7 @@ class _Solution(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor | None):
         if all(gradient is None for gradient in gradients):
             return (None,) * (2 + len(TENSORS))
-        saved = ctx.saved_tensors  # checkpoints give it once
+        saved = ctx.saved_tensors  # read once: checkpoints do not give it a second time
         refuse_second_derivative(ctx.solver.name, *gradients, *saved)
         tensors, results = saved[: len(TENSORS)], saved[len(TENSORS) :]
         needed = zip(TENSORS, ctx.needs_input_grad[2:], strict=True)

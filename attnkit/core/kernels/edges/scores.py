@@ -1,7 +1,7 @@
 """Scores of edges and their gradients, by torch's operators, without a tensor of edges × channels.
 
-A group is some lanes that are computed at once: those of a small graph as one graph of copies side
-by side; those of a large one in turn, in memory that each hands to the next.
+A group consists of lanes that are computed at once. The lanes of a small graph are computed as one
+graph of several copies; those of a large graph one after the other, in the same memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from attnkit.core.operators.dropout import keep_mask
 
 GROUP = 2**17  # edges × heads up to which the heads of a small graph are computed as one graph
 BLOCK = 2**17  # numbers of a block of edges × channels: half a megabyte, which stays in the cache
-SPREAD = 60.0  # scores that differ by no more have exponentials within float32's range
+SPREAD = 60.0  # the exponentials of scores that differ by less are within float32's range
 
 
 @dataclass(eq=False)
 class Group:
-    """Some lanes of a problem, and their graphs side by side.
+    """Some lanes of a problem, and a graph with a copy for each lane.
 
-    Its tables are [nodes, channels], the nodes of one lane after those of the other. Their memory
-    serves one group after the other: new memory costs more than what is done with it.
+    Tables are [nodes, channels], with the nodes of one lane after those of the previous. All groups
+    share the memory of tables, because allocating memory costs more than the work in it.
     """
 
     problem: EdgeProblem
@@ -37,7 +37,7 @@ class Group:
     memory: dict[str, Tensor]
 
     def table(self, name: str) -> Tensor:
-        """The rows of all nodes."""
+        """Return the rows of all nodes of a tensor."""
         tensor = getattr(self.problem, name)
         rows = tensor[self.lanes]
         if rows.is_contiguous():
@@ -47,7 +47,7 @@ class Group:
         return table
 
     def joint_table(self) -> Tensor:
-        """The rows of all queries, then of all keys."""
+        """Return the rows of all queries, then of all keys."""
         parts = self.problem.query[self.lanes], self.problem.key[self.lanes]
         sizes = [part.shape[0] * part.shape[1] for part in parts]
         table = self._rows("joint", parts[0], sum(sizes))
@@ -56,7 +56,7 @@ class Group:
         return table
 
     def new(self, name: str, like: Tensor) -> Tensor:
-        """A table as large as that of `like`, of no known content."""
+        """Return an uninitialized table of the size of `like`."""
         return self._rows(name, like, (self.lanes.stop - self.lanes.start) * like.shape[1])
 
     def _rows(self, name: str, like: Tensor, num_rows: int) -> Tensor:
@@ -66,13 +66,13 @@ class Group:
         return kept[:num_rows]
 
     def features(self) -> Tensor:
-        """What the edges carry, once for each lane."""
+        """Return the features of the edges, repeated for each lane."""
         features, count = self.problem.features, self.lanes.stop - self.lanes.start
         assert features is not None
         return features if count == 1 else features.repeat(count, 1)
 
     def keep(self, like: Tensor) -> Tensor | None:
-        """What dropout multiplies the weights by, the same at each call."""
+        """Return the factors of dropout, the same at each call; None without dropout."""
         problem = self.problem
         if problem.seed is None:
             return None
@@ -81,7 +81,7 @@ class Group:
         return keep_mask(like, problem.dropout_p, generator)
 
     def scorer(self) -> DotEdges | AdditiveEdges:
-        """What computes the scores, and their gradients."""
+        """Return the object that computes the scores and their gradients."""
         if self.problem.vector is None:
             return DotEdges(self)
         return (ScalarEdges if self.problem.query.shape[2] == 1 else AdditiveEdges)(self)
@@ -90,9 +90,9 @@ class Group:
         """Write exp(score_e − shift) to `out`, [edges]; the shift is common to the edges of a
         target.
 
-        Returns what their sums are divided by, [targets, 1]: Σ_e exp(score_e − shift), with
-        exp(sink − shift) if there is a sink, or 1 where that is 0, of a target that has no edges,
-        or only edges whose score is −∞.
+        Returns the divisors of the sums, [targets, 1]: Σ_e exp(score_e − shift), plus
+        exp(sink − shift) if there is a sink. A divisor of 0, for a target without edges or with
+        scores of −∞ only, is replaced by 1.
         """
         self.scorer().scores(out)
         if self.problem.bias is not None:
@@ -104,7 +104,7 @@ class Group:
             bounds += lanes.aminmax()
         low, high = float(min(bounds)), float(max(bounds))
         if high - low <= SPREAD:
-            shift: float | Tensor = high  # one number does for all targets, at less cost
+            shift: float | Tensor = high  # one number suffices for all targets and costs less
             out.sub_(high).exp_()
         else:
             offsets = self.graph.offsets.long()
@@ -121,8 +121,8 @@ class Group:
     def add_gradients(
         self, found: dict[str, Tensor], slopes: Tensor, parts: dict[str, Tensor]
     ) -> None:
-        """The gradients of this group, to those found before: of the scores' tensors, from those of
-        the scores, which are written over; and these parts."""
+        """Add the gradients of this group to `found`: those of the scores' tensors, computed from
+        `slopes`, the gradients of the scores, which are overwritten, and those in `parts`."""
         if "bias" in found:
             found["bias"][self.lanes] = slopes.view(-1, self.problem.adjacency.num_edges)
         parts |= self.scorer().gradients(slopes, set(found))
@@ -137,7 +137,7 @@ class Group:
 
 
 def groups(problem: EdgeProblem) -> Iterator[Group]:
-    """All lanes; none where there are no edges: nothing to compute, all is 0."""
+    """Yield the groups of all lanes; none without edges, where all results are 0."""
     graph, num_lanes = problem.adjacency, len(problem.query)
     if graph.num_edges == 0:
         return
@@ -149,8 +149,8 @@ def groups(problem: EdgeProblem) -> Iterator[Group]:
 
 
 def new_gradients(problem: EdgeProblem, wanted: set[str]) -> dict[str, Tensor]:
-    """What `Group.add_gradients` finds, before it has found any."""
-    _ = problem.adjacency.by_source  # sorted once, for all copies of the graph
+    """Return the tensors to which `Group.add_gradients` adds."""
+    _ = problem.adjacency.by_source  # sorts once, for all copies of the graph
     has_edges = problem.adjacency.num_edges > 0
     found = {}
     for name in wanted:
@@ -170,13 +170,14 @@ class DotEdges:
             self.edge_query, self.features = group.table("edge_query"), group.features()
 
     def scores(self, out: Tensor) -> None:
-        """Written to `out`, [edges]."""
+        """Write the scores to `out`, [edges]."""
         products(self.graph, self.query, self.key, out, self.scale)
         if self.edge_query is not None and self.features is not None:
             add_feature_products(self.graph, self.edge_query, self.features, out, self.scale)
 
     def gradients(self, slopes: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-        """Of the scores' tensors, from those of the scores, which are written over."""
+        """Compute the gradients of the scores' tensors from `slopes`, those of the scores; `slopes`
+        is overwritten."""
         graph, found = self.graph, {}
         if self.scale != 1:
             slopes.mul_(self.scale)
@@ -196,9 +197,8 @@ class DotEdges:
 class AdditiveEdges:
     """score_e = vectorᵀ activation(query[target_e] + key[source_e] + edge_key e).
 
-    The table has the rows of all queries, then those of all keys. The heads of a group stand one
-    after the other in both, as their graphs do in the graph, and have their own vector [heads,
-    channels] and edge_key [heads, channels, edge_dim].
+    The table has the rows of all queries, then those of all keys, each in the order of the group's
+    heads, which have a vector [heads, channels] and edge_key [heads, channels, edge_dim].
     """
 
     def __init__(self, group: Group) -> None:
@@ -212,24 +212,25 @@ class AdditiveEdges:
 
     @property
     def block_size(self) -> int:
-        """Edges of a block; all of them for a group of several heads, whose graphs are small."""
+        """The edges of a block; all edges for a group of several heads, whose graph is small."""
         is_group = len(self.vector) > 1
         return self.graph.num_edges if is_group else max(1, BLOCK // self.table.shape[1])
 
     def scores(self, out: Tensor) -> None:
-        """Written to `out`, [edges]."""
+        """Write the scores to `out`, [edges]."""
         heads, channels = self.vector.shape
         for first in range(0, self.graph.num_edges, self.block_size):
             edges = slice(first, min(first + self.block_size, self.graph.num_edges))
             active = self._active(self.graph.pairs, edges).view(heads, -1, channels)
-            # one by one: torch's batched product with a vector takes several times as long
+            # in a loop: torch's batched product with a vector takes several times as long
             for rows, vector, scores in zip(
                 active, self.vector, out[edges].view(heads, -1), strict=True
             ):
                 torch.mv(rows, vector, out=scores)
 
     def gradients(self, slopes: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-        """Of the scores' tensors, from those of the scores, which may be written over."""
+        """Compute the gradients of the scores' tensors from `slopes`, those of the scores, which
+        may be overwritten."""
         graph, (heads, channels) = self.graph, self.vector.shape
         by_source = slopes.index_select(0, graph.by_source)
         found = {
@@ -275,9 +276,9 @@ class AdditiveEdges:
         return found
 
     def _active(self, pairs: Tensor, edges: slice, order: Tensor | None = None) -> Tensor:
-        """activation(q + k + edge_key e) of some edges, [edges, channels]."""
+        """Compute activation(q + k + edge_key e) of some edges, [edges, channels]."""
         count = edges.stop - edges.start
-        # two rows a bag: their sum, which is gathered and added at once
+        # each bag has two rows, which are gathered and added at once
         ends = torch.arange(0, 2 * count + 1, 2, dtype=pairs.dtype, device=pairs.device)
         sums = _bag(pairs[2 * edges.start : 2 * edges.stop], self.table, ends, None)
         if self.edge_key is not None:
@@ -290,13 +291,13 @@ class AdditiveEdges:
         return self._activated(sums)
 
     def _activated(self, sums: Tensor) -> Tensor:
-        """The activation, written over its argument."""
+        """Compute the activation in place."""
         if self.negative_slope is None:
             return sums.tanh_()
         return F.leaky_relu_(sums, self.negative_slope)
 
     def _derivatives(self, active: Tensor) -> Tensor:
-        """The activation's derivative, from the activation itself and written over it."""
+        """Compute the activation's derivative from the activation, in place."""
         if self.negative_slope is None:  # 1 − tanh²
             return active.square_().neg_().add_(1)
         # 1 where the sum was positive, else the slope
@@ -306,15 +307,15 @@ class AdditiveEdges:
 
 
 class ScalarEdges(AdditiveEdges):
-    """`AdditiveEdges` of one channel, as in GAT: nothing but numbers of edges, and so no blocks."""
+    """`AdditiveEdges` with one channel, as in GAT, which needs no blocks for its small tensors."""
 
     def scores(self, out: Tensor) -> None:
-        """Written to `out`, [edges]."""
+        """Write the scores to `out`, [edges]."""
         heads = len(self.vector)
         torch.mul(self._numbers().view(heads, -1), self.vector, out=out.view(heads, -1))
 
     def gradients(self, slopes: Tensor, wanted: set[str]) -> dict[str, Tensor]:
-        """Of the scores' tensors, from those of the scores."""
+        """Compute the gradients of the scores' tensors from `slopes`, those of the scores."""
         graph, active, heads = self.graph, self._numbers(), len(self.vector)
         found = {"vector": torch.bmm(active.view(heads, 1, -1), slopes.view(heads, -1, 1))}
         slopes = self._derivatives(active).mul_(slopes)
@@ -329,7 +330,7 @@ class ScalarEdges(AdditiveEdges):
         return found
 
     def _numbers(self) -> Tensor:
-        """activation(q + k + edge_key e), [edges]."""
+        """Compute activation(q + k + edge_key e), [edges]."""
         graph, table = self.graph, self.table.flatten()
         sums = table.index_select(0, graph.target)
         sums += table[graph.num_targets :].index_select(0, graph.source)
@@ -341,44 +342,44 @@ class ScalarEdges(AdditiveEdges):
 
 
 def sum_edges(adjacency: Adjacency, weights: Tensor, table: Tensor) -> Tensor:
-    """Σ_e weight_e · table[source_e] over the edges of each target, [targets, channels]."""
+    """Sum weight_e · table[source_e] over the edges of each target, [targets, channels]."""
     return _bag(adjacency.source, table, adjacency.offsets, weights)
 
 
 def sum_edges_by_source(adjacency: Adjacency, weights: Tensor, table: Tensor) -> Tensor:
-    """Σ_e weight_e · table[target_e] over the edges of each source, [sources, channels]; the
-    weights in the order of sources."""
+    """Sum weight_e · table[target_e] over the edges of each source, [sources, channels]; the
+    weights are in the order of sources."""
     return _bag(adjacency.target_by_source, table, adjacency.source_offsets, weights)
 
 
 def sum_features(adjacency: Adjacency, weights: Tensor, features: Tensor) -> Tensor:
-    """Σ_e weight_e · features[e] over the edges of each target, [targets, edge_dim]."""
+    """Sum weight_e · features[e] over the edges of each target, [targets, edge_dim]."""
     return _bag(adjacency.places, features, adjacency.offsets, weights)
 
 
 def sum_weights(adjacency: Adjacency, weights: Tensor) -> Tensor:
-    """Σ_e weight_e over the edges of each target, [targets, 1]."""
+    """Sum weight_e over the edges of each target, [targets, 1]."""
     return _bag(adjacency.zeros, weights.new_ones(1, 1), adjacency.offsets, weights)
 
 
 def sum_weights_by_source(adjacency: Adjacency, weights: Tensor) -> Tensor:
-    """Σ_e weight_e over the edges of each source, [sources, 1]; the weights in their order."""
+    """Sum weight_e over the edges of each source, [sources, 1]; the weights are in their order."""
     return _bag(adjacency.zeros, weights.new_ones(1, 1), adjacency.source_offsets, weights)
 
 
 def products(
     adjacency: Adjacency, by_target: Tensor, by_source: Tensor, out: Tensor, scale: float = 1.0
 ) -> None:
-    """out_e ← scale · by_target[target_e] · by_source[source_e], in place."""
+    """Write scale · by_target[target_e] · by_source[source_e] to `out`."""
     if len(out) > len(by_target) * len(by_source):
-        # so many edges are given twice that torch's sparse matrix cannot hold them
+        # with so many duplicate edges torch's sparse matrix cannot hold them
         everything = (by_target @ by_source.T).flatten()
         places = adjacency.target.long() * len(by_source) + adjacency.source
         torch.index_select(everything.mul_(scale), 0, places, out=out)
         return
     channels = multiple_of_8(by_target.shape[1])  # torch takes ten times as long for others
     by_target, by_source = with_channels(by_target, channels), with_channels(by_source, channels)
-    # with beta=0 torch would still keep a NaN that stands there
+    # zeroed, because torch keeps a NaN in `out` even with beta=0
     matrix = adjacency.pattern(out.zero_())
     torch.sparse.sampled_addmm(matrix, by_target, by_source.T, alpha=scale, out=matrix)
 
@@ -386,7 +387,7 @@ def products(
 def add_feature_products(
     adjacency: Adjacency, by_target: Tensor, features: Tensor, out: Tensor, scale: float = 1.0
 ) -> None:
-    """out_e ← out_e + scale · by_target[target_e] · features[e], in place."""
+    """Add scale · by_target[target_e] · features[e] to `out`."""
     matrix = adjacency.edge_pattern(out)
     torch.sparse.sampled_addmm(matrix, by_target, features.T, alpha=scale, out=matrix)
 

@@ -1,9 +1,9 @@
-"""Attention over edges on CUDA, by Triton kernels: what they serve, and how they are run.
+"""Attention over edges on CUDA by Triton kernels: their limits and their launches.
 
-The forward keeps the output and the log-sum-exp of each target and nothing of the edges; the
-backward computes the weights again, once in the order of targets for the query's gradient and once
-in the order of sources for those of key and value. No two programs add to one number, so results
-are the same to the bit from run to run.
+The forward keeps the output and the log-sum-exp of each target and no tensor of edges. The backward
+computes the weights again, once in the order of targets for the query's gradient and once in the
+order of sources for those of key and value. No two programs add to the same number, so results are
+bitwise the same from run to run.
 """
 
 import os
@@ -25,15 +25,15 @@ from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import ScaledDot
 
-CHUNK = 256  # edges that one program computes at most
-WIDTH = 256  # channels of all its heads
+CHUNK = 256  # most edges that one program computes
+WIDTH = 256  # most channels that one program computes, over its heads
 TILE = 512  # numbers of a tile of edges × heads × channels, which one warp holds in registers
 LARGEST_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonEdgesKernel(EdgesKernel):
-    """`Edges` on CUDA, by Triton's kernels."""
+    """The kernel for `Edges` on CUDA by Triton."""
 
     name = "edges_triton"
 
@@ -60,8 +60,8 @@ class TritonEdgesKernel(EdgesKernel):
             return solve(self, _problem_of(inputs))[0]
 
     def forward(self, problem: EdgeProblem) -> tuple[Results, Results]:
-        """The output; and the log-sum-exp of each target."""
-        with torch.cuda.device_of(problem.query):  # where Triton launches
+        """Compute the output; and the log-sum-exp of each target."""
+        with torch.cuda.device_of(problem.query):  # Triton launches on the current device
             output, lse = _Run(problem).forward()
         if problem.sink is not None:
             lse = add_sink_(output, lse, problem.sink)
@@ -83,9 +83,9 @@ class TritonEdgesKernel(EdgesKernel):
 
 
 def _problem_of(inputs: Inputs) -> EdgeProblem:
-    """One whose tensors are [batch, heads, nodes, channels], with the heads of keys that are given
-    and, where no digits are lost, in their precision; whose vector is [batch, heads, 1, channels].
-    """
+    """Make a problem whose tensors are [batch, heads, nodes, channels] and whose vector is [batch,
+    heads, 1, channels]. Key heads are not repeated; the dtype is kept where that loses no
+    digits."""
     assert isinstance(inputs.mask, Edges)
     adjacency, score, value = inputs.mask.adjacency, inputs.score, inputs.value
     scale, slope, vector, seed = 1.0, None, None, None
@@ -93,11 +93,11 @@ def _problem_of(inputs: Inputs) -> EdgeProblem:
         slope = score.negative_slope
         vector = score.vector.float().expand(*inputs.query.shape[:2], -1)[:, :, None]
     else:
-        if not isinstance(score, ScaledDot):  # making it one in low precision would lose digits
+        if not isinstance(score, ScaledDot):  # the conversion loses digits in low precision
             inputs = in_high_precision(inputs)
         inputs = inputs.as_scaled_dot()
         scale = inputs.scale
-    if inputs.dropout_p:  # drawn on the device, so nobody waits
+    if inputs.dropout_p:  # drawn on the device, so that the CPU does not wait
         seed = torch.randint(2**62, (1,), device=inputs.query.device)
     tensors = inputs.query, inputs.key, value, vector
     sink = None if inputs.sink is None else inputs.sink[:, None, None]
@@ -108,7 +108,7 @@ def _problem_of(inputs: Inputs) -> EdgeProblem:
 def _runs_on(device: torch.device) -> bool:
     if device.type == "cuda":
         serves_it = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:  # Triton's own switch, by which its interpreter runs kernels on CPU tensors
+    else:  # Triton's own variable, with which its interpreter runs kernels on CPU tensors
         serves_it = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     return serves_it and find_spec("triton") is not None
 
@@ -136,8 +136,8 @@ class _Tables(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Where sums of a node's edges go: whole, [batch, heads, nodes, channels], or as parts of the
-    nodes that are split, [batch, heads, slots, channels]."""
+    """Tables for sums over a node's edges: `whole`, [batch, heads, nodes, channels], and `parts` of
+    split nodes, [batch, heads, slots, channels]."""
 
     whole: _Table
     parts: _Table
@@ -161,7 +161,7 @@ class _Numbers(NamedTuple):
 
 
 class _Run:
-    """The launches of the kernels for a problem."""
+    """The launches of the kernels for one problem."""
 
     def __init__(self, problem: EdgeProblem) -> None:
         query, key, value, vector = problem.query, problem.key, problem.value, problem.vector
@@ -187,7 +187,7 @@ class _Run:
         self.channels = _power_of_2(max(key.shape[3], value.shape[3]))  # of a head, in tiles
 
     def launch(self, kernel: Any, num_chunks: int, num_heads: int, *arguments: object) -> None:
-        """For each chunk of each batch item, some of the heads at a time."""
+        """Launch the kernel for each chunk of each batch item, some heads at a time."""
         heads = _heads_at_once(num_heads, self.channels)
         _launch(
             kernel,
@@ -202,7 +202,7 @@ class _Run:
         )
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of each target, [batch, heads, targets, 1]."""
+        """Compute the output, and the log-sum-exp of each target, [batch, heads, targets, 1]."""
         from attnkit.core.kernels.edges.triton_kernels import forward_kernel, merge_kernel
 
         query, value = self.problem.query, self.problem.value
@@ -218,14 +218,14 @@ class _Run:
     def target_gradients(
         self, output: Tensor, lse: Tensor, gradient: Tensor, wants_vector: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The gradients of query and vector, and delta, which those of the sources need."""
+        """Compute the gradients of query and vector, and delta, which `source_gradients` needs."""
         from attnkit.core.kernels.edges.triton_kernels import sum_kernel, target_gradients_kernel
 
         batch, heads, _, dim = self.problem.query.shape
         chunks, split, num_slots = self.adjacency.chunks(CHUNK)
-        of_query, delta = _empty_like(self.problem.query, dim), torch.empty_like(lse)
+        for_query, delta = _empty_like(self.problem.query, dim), torch.empty_like(lse)
         parts = lse.new_empty(batch, heads, len(chunks.node), dim) if wants_vector else None
-        sums = _Sums.of(of_query, num_slots)
+        sums = _Sums.of(for_query, num_slots)
         self.launch(
             target_gradients_kernel,
             len(chunks.node),
@@ -237,14 +237,14 @@ class _Run:
             sums,
             None if parts is None else _Table.of(parts),
         )
-        _put_together(sum_kernel, of_query, split, sums)
-        found = {"query": of_query}
+        _put_together(sum_kernel, for_query, split, sums)
+        found = {"query": for_query}
         if parts is not None:
             found["vector"] = parts.sum(dim=2, keepdim=True)
         return found, delta
 
     def source_gradients(self, lse: Tensor, gradient: Tensor, delta: Tensor) -> dict[str, Tensor]:
-        """The gradients of key and value."""
+        """Compute the gradients of key and value."""
         from attnkit.core.kernels.edges.triton_kernels import source_gradients_kernel, sum_kernel
 
         chunks, split, num_slots = self.adjacency.chunks(CHUNK, by_source=True)
@@ -262,13 +262,13 @@ class _Run:
             *(_Table.of(tensor) for tensor in (lse, gradient, delta)),
             *sums,
         )
-        for result, of_result in zip(found.values(), sums, strict=True):
-            _put_together(sum_kernel, result, split, of_result)
+        for result, result_sums in zip(found.values(), sums, strict=True):
+            _put_together(sum_kernel, result, split, result_sums)
         return found
 
 
 def _put_together(kernel: Any, whole: Tensor, split: SplitNodes, *sums: _Sums) -> None:
-    """The nodes of several chunks, from their parts."""
+    """Compute the results of nodes with several chunks from their parts."""
     batch, heads, _, dim = whole.shape
     sizes = {"DIM": dim, "BLOCK": _block(_power_of_2(dim))}
     _launch(kernel, batch * heads * len(split.node), *sums, split, heads, batch, **sizes)
@@ -280,21 +280,21 @@ def _launch(kernel: Any, num_programs: int, *arguments: object, **constants: obj
 
 
 def _heads_at_once(num_heads: int, channels: int) -> int:
-    """The largest power of two that divides the heads, within `WIDTH` channels."""
+    """Return the largest power of two that divides the heads, within `WIDTH` channels."""
     return min(num_heads & -num_heads, max(1, WIDTH // channels))
 
 
 def _block(channels: int) -> int:
-    """Edges of a tile."""
+    """Return the number of edges of a tile."""
     return max(1, min(32, TILE // channels))
 
 
 def _power_of_2(size: int) -> int:
-    """The next one."""
+    """Return the next power of two."""
     return 1 << (size - 1).bit_length()
 
 
 def _empty_like(tensor: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """[batch, heads, nodes, dim], the heads of a node side by side, as layers want them."""
+    """Allocate [batch, heads, nodes, dim] with contiguous heads of a node, as layers read them."""
     batch, heads, nodes, _ = tensor.shape
     return tensor.new_empty(batch, nodes, heads, dim, dtype=dtype).transpose(1, 2)

@@ -1,16 +1,16 @@
 """The Triton kernels of attention over edges; the only file that imports Triton.
 
 One program computes some heads of a batch item for one chunk of a node's edges, as tiles [edges,
-heads, channels]: the heads of a node stand side by side in memory, so that a warp reads its row at
-once, and the sums over edges stay in registers. Score and gradients, where s_e is the score of edge
-e from source j to target i:
+heads, channels]. The heads of a node are contiguous in memory, so that a warp reads its row at
+once, and the sums over edges stay in registers. The score s_e of edge e from source j to target i,
+and the gradients, are
 
     s_e = Σ_c factor_c · match_c(q_i, k_j)      match = q · k, factor = scale; or
                                                 match = activation(q + k), factor = vector
     p_e = exp(s_e − lse_i),   d s_e = p_e (keep_e g_i · v_j − delta_i),   delta_i = g_i · output_i
 
-Tables come as (pointer, batch, head, node): a pointer and the strides of [batch, heads, nodes,
-channels], the channels side by side. All is computed in float32.
+A table is (pointer, batch, head, node): a pointer and the strides of [batch, heads, nodes,
+channels], with contiguous channels. Everything is computed in float32.
 """
 
 import triton
@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def _places(table, batch, heads):
-    """Where the channels of each head begin, for node 0, [heads]."""
+    """Return the addresses of the channels of each head, for node 0, [heads]."""
     # in 64 bits: nodes × heads × channels need not fit in 32
     place = table.pointer + batch.to(tl.int64) * table.batch
     return place + heads.to(tl.int64) * table.head
@@ -27,7 +27,7 @@ def _places(table, batch, heads):
 
 @triton.jit
 def _is_channel(DIM: tl.constexpr):
-    """Which columns of a tile are channels: all of them if their number is a power of two."""
+    """Return which columns of a tile are channels; all if their number is a power of two."""
     columns = tl.arange(0, triton.next_power_of_2(DIM))
     if triton.next_power_of_2(DIM) == DIM:
         return columns >= 0
@@ -37,7 +37,7 @@ def _is_channel(DIM: tl.constexpr):
 
 @triton.jit
 def _row(table, batch, heads, node, DIM: tl.constexpr):
-    """One node's channels, [heads, columns], with zeros after DIM."""
+    """Load one node's channels, [heads, columns], with zeros after DIM."""
     columns = tl.arange(0, triton.next_power_of_2(DIM))
     places = (_places(table, batch, heads) + node.to(tl.int64) * table.node)[:, None]
     wanted = _is_channel(DIM)[None, :]
@@ -46,14 +46,14 @@ def _row(table, batch, heads, node, DIM: tl.constexpr):
 
 @triton.jit
 def _numbers(table, batch, heads, nodes, is_edge, other):
-    """A number of each edge's node, from a table of one channel, [edges, heads]."""
+    """Load a number of each edge's node, from a table of one channel, [edges, heads]."""
     places = _places(table, batch, heads)[None, :] + (nodes.to(tl.int64) * table.node)[:, None]
     return tl.load(places, is_edge[:, None], other=other)
 
 
 @triton.jit
 def _rows(table, batch, heads, nodes, is_edge, DIM: tl.constexpr):
-    """The channels of each edge's node, [edges, heads, columns]; zeros where there is no edge."""
+    """Load the channels of each edge's node, [edges, heads, columns]; zeros if there is no edge."""
     columns = tl.arange(0, triton.next_power_of_2(DIM))[None, None, :]
     node = (nodes.to(tl.int64) * table.node)[:, None, None]
     places = _places(table, batch, heads)[None, :, None] + node + columns
@@ -63,7 +63,7 @@ def _rows(table, batch, heads, nodes, is_edge, DIM: tl.constexpr):
 
 @triton.jit
 def _store(table, batch, heads, node, row, DIM: tl.constexpr):
-    """The channels [heads, columns] of a node."""
+    """Store the channels [heads, columns] of a node."""
     columns = tl.arange(0, triton.next_power_of_2(DIM))
     places = (_places(table, batch, heads) + node.to(tl.int64) * table.node)[:, None]
     tl.store(places + columns[None, :], row, _is_channel(DIM)[None, :])
@@ -71,7 +71,7 @@ def _store(table, batch, heads, node, row, DIM: tl.constexpr):
 
 @triton.jit
 def _store_sums(sums, batch, heads, node, slot, row, DIM: tl.constexpr):
-    """The channels [heads, columns] of a node, or of the part of it that has a slot."""
+    """Store the channels [heads, columns] of a node, or of its part that has this slot."""
     if slot < 0:
         _store(sums.whole, batch, heads, node, row, DIM)
     else:
@@ -80,7 +80,7 @@ def _store_sums(sums, batch, heads, node, slot, row, DIM: tl.constexpr):
 
 @triton.jit
 def _factor(tables, numbers, batch, heads, SCORE: tl.constexpr, DIM: tl.constexpr):
-    """[heads, columns], or [1, 1] where it is the same for all."""
+    """Return the factor of the score, [heads, columns], or [1, 1] if it is the same for all."""
     if SCORE == "dot":
         return tl.full((1, 1), numbers.scale, tl.float32)
     else:
@@ -100,7 +100,7 @@ def _match(query, key, numbers, SCORE: tl.constexpr):
 
 @triton.jit
 def _match_gradient(query, key, other, numbers, SCORE: tl.constexpr):
-    """Of the match, towards query if `other` is key, towards key if it is query."""
+    """Compute the derivative of the match, by query if `other` is key, by key if it is query."""
     if SCORE == "dot":
         return other
     elif SCORE == "tanh":
@@ -112,8 +112,8 @@ def _match_gradient(query, key, other, numbers, SCORE: tl.constexpr):
 
 @triton.jit
 def _keep(places, batch, heads, numbers):
-    """What dropout multiplies the weights of edges by, drawn from a counter: the place of the edge
-    in the order of targets, batch item and head. So every kernel draws the same; [edges, heads]."""
+    """Return the factors of dropout, [edges, heads]. They are drawn from a counter, which is the
+    edge's place in the order of targets, batch item and head, so that all kernels draw the same."""
     if numbers.seed is None:
         return tl.full((1, 1), 1.0, tl.float32)
     else:
@@ -127,7 +127,7 @@ def _keep(places, batch, heads, numbers):
 
 @triton.jit
 def _program(num_heads, num_batches, HEADS: tl.constexpr):
-    """Which batch item, which heads and which of the rest this program computes."""
+    """Return the batch item, the heads and the number of the chunk that this program computes."""
     num_blocks = num_heads // HEADS
     lane, rest = tl.program_id(0) % (num_batches * num_blocks), tl.program_id(0)
     heads = (lane % num_blocks) * HEADS + tl.arange(0, HEADS)
@@ -136,7 +136,7 @@ def _program(num_heads, num_batches, HEADS: tl.constexpr):
 
 @triton.jit
 def _chunk(chunks, index):
-    """Which edges of which node, and the slot of what they sum to."""
+    """Return a chunk's node, the slot of its sums, and its range of edges."""
     node, slot = tl.load(chunks.node + index), tl.load(chunks.slot + index)
     return node, slot, tl.load(chunks.start + index), tl.load(chunks.stop + index)
 
@@ -155,7 +155,7 @@ def forward_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """output_i = Σ_e p_e keep_e v_j and lse_i = log Σ_e exp s_e, in one pass over the edges."""
+    """Compute output_i = Σ_e p_e keep_e v_j and lse_i = log Σ_e exp s_e in one pass over edges."""
     batch, heads, index = _program(numbers.num_heads, numbers.num_batches, HEADS)
     node, slot, start, stop = _chunk(chunks, index)
     kv_heads = heads // numbers.groups
@@ -179,7 +179,7 @@ def forward_kernel(
         kept = weight * _keep(places, batch, heads, numbers)
         sums = sums * decay[:, None] + tl.sum(kept[:, :, None] * v, axis=0)
         largest = larger
-    total = tl.maximum(total, 1.0)  # the largest score alone counts 1, unless there are no edges
+    total = tl.maximum(total, 1.0)  # it is at least 1, for the largest score, if there are edges
     _store_sums(output, batch, heads, node, slot, sums / total[:, None], VALUE_DIM)
     _store_sums(lse, batch, heads, node, slot, (largest + tl.log(total))[:, None], 1)
 
@@ -202,7 +202,8 @@ def target_gradients_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """delta_i; d q_i = factor Σ_e d s_e ∂match/∂q; of each chunk Σ_e d s_e match, for d vector."""
+    """Compute delta_i, d q_i = factor Σ_e d s_e ∂match/∂q, and each chunk's part of d vector, Σ_e
+    d s_e match."""
     batch, heads, index = _program(numbers.num_heads, numbers.num_batches, HEADS)
     node, slot, start, stop = _chunk(chunks, index)
     kv_heads = heads // numbers.groups
@@ -251,8 +252,8 @@ def source_gradients_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """d k_j = factor Σ_e d s_e ∂match/∂k and d v_j = Σ_e p_e keep_e g_i, over the edges in the
-    order of their sources. Query heads that share a key head are read one after the other."""
+    """Compute d k_j = factor Σ_e d s_e ∂match/∂k and d v_j = Σ_e p_e keep_e g_i over the edges in
+    the order of their sources. Query heads that share a key head are read one after the other."""
     num_kv_heads = numbers.num_heads // numbers.groups
     batch, kv_heads, index = _program(num_kv_heads, numbers.num_batches, HEADS)
     node, slot, start, stop = _chunk(chunks, index)
@@ -291,7 +292,7 @@ def source_gradients_kernel(
 
 @triton.jit
 def _split(split, index):
-    """Which node this program puts together, and from which slots."""
+    """Return the node that this program merges, and the range of its slots."""
     first, last = tl.load(split.first + index), tl.load(split.last + index)
     return tl.load(split.node + index), first, last
 
@@ -300,7 +301,7 @@ def _split(split, index):
 def merge_kernel(
     output, lse, split, num_heads, num_batches, DIM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The output of a node from those of its chunks: a softmax again, of lse over the chunks."""
+    """Compute the output of a node from those of its chunks, by a softmax of their lse."""
     batch, heads, index = _program(num_heads, num_batches, 1)
     node, first_slot, last_slot = _split(split, index)
     largest = tl.full((1,), -float("inf"), tl.float32)
@@ -323,7 +324,7 @@ def merge_kernel(
 
 @triton.jit
 def sum_kernel(sums, split, num_heads, num_batches, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of a node from those of its chunks, always added in the same order."""
+    """Compute the gradient of a node from those of its chunks, always added in the same order."""
     batch, heads, index = _program(num_heads, num_batches, 1)
     node, first_slot, last_slot = _split(split, index)
     row = tl.zeros((1, triton.next_power_of_2(DIM)), tl.float32)

@@ -1,4 +1,4 @@
-"""Attention weights of the edges of a graph, in memory of edges and heads."""
+"""Attention weights of the edges of a graph, in memory of edges × heads."""
 
 from dataclasses import replace
 from typing import Annotated, Any
@@ -27,24 +27,24 @@ def edge_weights(
     scale: float | None = None,
     sink: Annotated[Tensor, "heads"] | None = None,
 ) -> Annotated[Tensor, "*batch heads edges"]:
-    """The weights with which `attend(…, mask=edges)` averages the values, before dropout.
+    """Compute the weights with which `attend(…, mask=edges)` averages the values, before dropout.
 
         weight_e = softmax over the edges e of a target i of score(query_i, key_j + W_k e_ij) + b_ij
 
-    Those of the edges into one target sum to 1, or to less with a sink; an edge given twice has a
-    weight for each time. Computed in float32 (float64 if the inputs are) and differentiable. No
-    tensor of edges × channels is made, unless the kernel "edges" cannot compute the score; then the
-    score is computed by its definition.
+    The weights of the edges into one target sum to 1, or to less with a sink; an edge given twice
+    has two weights. They are computed in float32 (float64 if the inputs are) and are
+    differentiable. No tensor of edges × channels is made, unless the kernel "edges" cannot compute
+    the score; then the score is computed by its definition.
 
     Args:
         query, key: both may lack the batch; kv_heads divides heads.
         edges: the graph.
         score, scale, sink: as in `attnkit.attend`.
-        edge_features: what edges add to scores and keys; what they add to the values changes no
-            weight.
+        edge_features: the features that edges add to scores and keys; those added to values do not
+            change the weights.
 
     Returns:
-        The weights, in the dtype of the inputs, the edges in the order of `edges.edge_index`.
+        The weights, in the dtype of the inputs and in the order of `edges.edge_index`.
 
     Raises:
         ValueError, TypeError: as `attnkit.attend`.
@@ -82,7 +82,7 @@ def edge_weights(
 
 
 class _Weights:
-    """The weights of a problem, [lanes, edges]."""
+    """Solver that computes the weights of a problem, [lanes, edges]."""
 
     name = "edges"
 
@@ -107,7 +107,7 @@ class _Weights:
             shift = sum_weights(group.graph, slopes).squeeze(1)
             slopes -= shift.index_select(0, group.graph.target) * used
             parts = {}
-            if "sink" in wanted:  # whose weight is what the edges leave
+            if "sink" in wanted:  # the sink has the weight that is left by the edges
                 left = 1 - sum_weights(group.graph, used).flatten()
                 num_lanes = group.lanes.stop - group.lanes.start
                 parts["sink"] = -(left * shift).view(num_lanes, -1).sum(dim=1)
