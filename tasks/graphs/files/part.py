@@ -210,7 +210,7 @@ def are_whole(numbers: np.ndarray) -> np.ndarray:
 
 
 def counts_rows(index: np.ndarray) -> bool:
-    """Whether an index counts the rows, from 0 as pandas does or from 1 as R does."""
+    """Return whether an index counts the rows, from 0 as pandas does or from 1 as R does."""
     counted = np.arange(len(index))
     return index.dtype.kind in "iuf" and any(
         bool((index == (counted + start).astype(index.dtype)).all()) for start in (0, 1)

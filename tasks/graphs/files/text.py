@@ -218,7 +218,7 @@ def _fields(line: str, delimiter: str | None) -> list[str]:
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word begins like a number or is True or False, so that it is in no header."""
+    """Return whether a word looks like a number, True or False, which no header contains."""
     return bool(re.match(r"[+-]?(\.?\d|(nan|inf)$)", word, re.IGNORECASE)) or _is_truth(word)
 
 
