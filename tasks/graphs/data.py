@@ -53,8 +53,8 @@ class GraphDataModule(DescribedGraphs):
     (source in row 0), y [nodes] or [nodes, outputs] and the masks train_mask, val_mask, test_mask
     [nodes]: the whole graph, once per epoch. With a `batch_size` it is a sub-graph sampled around
     that many nodes of the split (see `NeighborBatches`). Validation, test and prediction then read
-    all neighbours, layer by layer in blocks of nodes (see `layerwise`), if the model supports it, as
-    attnkit's do; otherwise they are sampled, too. Prediction covers every node.
+    all neighbours, layer by layer in blocks of nodes (see `layerwise`), if the model supports it,
+    as attnkit's do; otherwise they are sampled, too. Prediction covers every node.
 
     Args:
         target: the kind of y: "classes", an integer; "labels", several values 0 or 1; or "numbers".

@@ -49,13 +49,13 @@ class OGBFilesData(GraphDataModule):
     Args:
         root: the folder that holds `raw` and `split`, such as ogbn_arxiv.
         split_name: the folder in `split`; None: the only one.
-        undirected: add the reverse of each edge, and leave each once.
+        undirected: add the reverse of each edge, and merge repeated edges.
 
     The other arguments are those of `GraphDataModule`.
 
     Raises:
         ValueError: `root` is not a folder.
-        UserError: in `setup`, if a file is missing, ends early or is not as described.
+        UserError: in `setup`, if a file is missing, ends early or is malformed.
     """
 
     def __init__(

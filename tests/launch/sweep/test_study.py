@@ -107,7 +107,7 @@ def test_values_come_back_exactly(composer):
         ("hydra.sweeper.sampler_options.n_startup=3", "did you mean n_startup_trials?"),
         ("hydra.sweeper.pruner=percentile", "pruner_options.percentile: missing"),
         ("hydra.sweeper.metric=test/loss", "a study must not choose by a test metric"),
-        ("hydra.sweeper.metric=val/score", "whether less or more of 'val/score' is better"),
+        ("hydra.sweeper.metric=val/score", "the name of 'val/score' does not show"),
         ("hydra.sweeper.direction=minimize", "direction: needs hydra.sweeper.metric"),
         ("hydra.sweeper.n_jobs=2", "hydra/launcher=basic runs one at a time"),
         ("hydra.sweeper.storage=nosuch://x/y", "Optuna can't use the storage nosuch://x/y"),
