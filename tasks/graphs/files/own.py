@@ -57,8 +57,8 @@ undirected graph one direction of each; may lack | |
     needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. A header of a table
     and a first column without a name, as pandas writes its index, are ignored; a first column of
     features with a name that counts the nodes may be either, and is refused. An `.npy` of features
-    is mapped: with a `batch_size` only the rows of a batch are read, after one pass that
-    checks that all are finite; `normalize_features` and `sparse_features` read it into memory. Text is
+    is mapped: with a `batch_size` only the rows of a batch are read, after a check that
+    all are finite; `normalize_features` and `sparse_features` read it into memory. Text is
     read line by line. Nothing is unpickled, and nothing written.
 
     With `target` "labels" or "numbers", `labels` has a row for each node, of several labels (0, 1)
