@@ -1,15 +1,15 @@
 """attnkit.launch: the command line, from Hydra's composition to a run folder.
 
-main       arguments, help, exit codes
+main       command-line arguments, help, exit codes
 api        the same from Python: attnkit.run, attnkit.sweep
-command    commands and overrides as texts
+command    commands and overrides as text
 errors, signals   how a command ends
-config/    from a command line to one plain, checked configuration (the only Hydra)
-decide     what a command line asks for, as plain data: a job
-several    the runs of a job, one after the other: folders, seeds, processes, results
+config/    turns a command line into one plain, checked configuration (the only Hydra)
+decide     turns that configuration into a job, which is plain data
+several    carries out the runs of a job: folders, seeds, processes, results
 run        one run: its data, module and trainer (parts, trainer)
-modes/     what a run does: the table of modes, a file for each
-folder, provenance, console   where a run writes, where it comes from, what it says
+modes/     the table of modes, and a file for what each mode does
+folder, provenance, console   run folders, origin.json, printed output and run.log
 measure/   run=check and run=bench
 records/   run=reproduce: experiments with published results
 processes/ ranks, torchrun and srun, GPUs, locks, OpenMP

@@ -29,34 +29,35 @@ if TYPE_CHECKING:
 
 
 def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run:
-    """Train, test, predict, explain, export or time, as the command line does; in this process.
+    """Train, test, predict, explain, export or benchmark in this process.
 
         run = attnkit.run("task=vit", trainer={"max_epochs": 3}, run_dir="runs/one")
         run.results["test/accuracy"], run.module, run.data, run.folder
         run.explain(method="relevance").save("seen.png")
         attnkit.run("run=predict", ckpt=run.folder, images="photos")
 
-    What stands on the command line may stand in `words`; what has a Python value may be a keyword.
-    Both are checked alike, and the folder of the run holds the same files. Random numbers,
-    torch's number of threads, loggers, warnings, `sys.path` and the environment are afterwards as
-    they were. Several processes (`trainer=cpu_ddp`) are started as by the command.
+    It does the same as the command line. `words` are overrides as typed there; keywords take Python
+    values. Both are checked in the same way, and the run folder holds the same files. Random
+    states, torch's number of threads, loggers, warnings, `sys.path` and the environment are
+    restored afterwards. Several processes (`trainer=cpu_ddp`) are started as by the command.
 
     Args:
         words: overrides as on the command line: "task=vit", "data=image_folder", "+model.extra=1".
         config_dir: a folder of your own configurations, as `--config-dir`.
-        values: keys of the configuration: a number, text, path, list or None as it is, and a dict
-            for what is below a key.
+        values: keys of the configuration. A value is a number, text, path, list or None, or a dict
+            of the keys below it.
 
     Returns:
-        the run: `results`, the numbers of results.json, with several seeds their means and
-        deviations; `module`, with the best weights where the run kept them, `data` and `trainer`,
-        of several seeds of the last one; `folder`, `config`, and `explain`.
+        the run. Its attributes are `results` (the numbers of results.json, over several seeds their
+        means and standard deviations), `module` (with the best weights if the run kept them),
+        `data`, `trainer`, `folder` and `config`; its method `explain` explains its predictions.
+        Of several seeds, `module`, `data` and `trainer` are those of the last.
 
     Raises:
-        UserError: what the command line would refuse, in the same words.
-        RunError: what went wrong, such as too little memory.
+        UserError: the command line would refuse these settings; the message is the same.
+        RunError: the run failed, for example because memory ran out.
     """
-    with _given_back():
+    with _restored_state():
         composer, overrides, _ = _read(words, config_dir, values, multirun=False)
         request = Request.read(composer, overrides)
         mode = request.mode
@@ -66,11 +67,11 @@ def run(*words: str, config_dir: str | Path | None = None, **values: Any) -> Run
                 f"  on the command line: attnkit run={mode.name} …"
             )
         job = decide(request)
-        found = carry_out(job) or _opened(job)
-        if found.mode.trains and not any(name.startswith("test/") for name in found.results):
-            found.restore(found.best)  # as a test would have done
-        found.folder = job.folder
-        return found
+        run = carry_out(job) or _reopened(job)
+        if run.mode.trains and not any(name.startswith("test/") for name in run.results):
+            run.restore(run.best)  # as a test would have done
+        run.folder = job.folder
+        return run
 
 
 def sweep(*words: str, config_dir: str | Path | None = None, **values: Any) -> list[dict[str, Any]]:
@@ -80,21 +81,21 @@ def sweep(*words: str, config_dir: str | Path | None = None, **values: Any) -> l
         rows[0]["test/accuracy"]
 
     Args:
-        words: as of `run`, also with several values, "model.depth=2,4", and Hydra's words,
-            "hydra/sweeper=optuna". "resume=SWEEP_DIR" goes on with a sweep.
-        config_dir, values: as of `run`; a list is one value.
+        words: as for `run`. They may have several values ("model.depth=2,4") and may set Hydra's
+            launcher and sweeper ("hydra/sweeper=optuna"). "resume=SWEEP_DIR" continues a sweep.
+        config_dir, values: as for `run`; a list is one value.
 
     Returns:
-        the rows of table.csv, the best trial first: numbers as such, None where a cell is empty.
-        `state` says which trials have failed; their folders say why.
+        the rows of table.csv, the best trial first. Numbers are numbers, and empty cells are None.
+        The column `state` marks failed trials; their folders hold the reason.
 
     Raises:
-        UserError: what the command line would refuse, in the same words.
+        UserError: the command line would refuse these settings; the message is the same.
     """
     from attnkit.launch.sweep import start
 
     begun: list[Path] = []
-    with _given_back():
+    with _restored_state():
         composer, overrides, hydra = _read(words, config_dir, values, multirun=True)
         start.sweep(composer, overrides, hydra, begun.append)
         (folder,) = begun
@@ -105,7 +106,7 @@ def sweep(*words: str, config_dir: str | Path | None = None, **values: Any) -> l
 def _read(
     words: Sequence[str], config_dir: str | Path | None, values: Mapping[str, Any], multirun: bool
 ) -> tuple[Composer, list[str], list[str]]:
-    """The composer, the overrides, and Hydra's own words among them."""
+    """Return the composer, the overrides, and those overrides that are Hydra's own settings."""
     composer = Composer(None if config_dir is None else absolute(str(config_dir)))
     typed = [*map(readable, words), *_overrides(values)]
     overrides, hydra = hydra_words.read(composer, typed, multirun=multirun)
@@ -113,16 +114,16 @@ def _read(
 
 
 def _number(text: str) -> int | float | str | None:
-    """A cell of a table as the number that it is; None if it is empty."""
+    """Return a table cell as a number if it is one, else as text; None if it is empty."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
     return text or None
 
 
-def _opened(job: Job) -> Run:
-    """A run that other processes carried out, or that was over before: with its weights, the best
-    of a training where they were kept."""
+def _reopened(job: Job) -> Run:
+    """Return a run that other processes carried out, or that was finished before, with its weights:
+    the best ones of a training if they were kept."""
     from attnkit.launch import console
     from attnkit.launch.run import Run
     from attnkit.lightning.build.build import allowing
@@ -147,7 +148,7 @@ def _opened(job: Job) -> Run:
 
 
 def _overrides(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Python values as overrides of the command line."""
+    """Yield Python values as overrides of the command line."""
     for name, value in values.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping) and value:
@@ -157,7 +158,7 @@ def _overrides(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def _text(key: str, value: Any) -> str:
-    """A Python value as Hydra's overrides write it."""
+    """Return a Python value in the syntax of Hydra's overrides."""
     if getattr(value, "ndim", None) == 0:  # a number of NumPy or torch
         value = value.item()
     if value is None:
@@ -182,12 +183,12 @@ def _text(key: str, value: Any) -> str:
 
 
 _NO_TEXTS = {"null", "true", "false", "nan", "inf"}
-"""Words that Hydra reads as other than a text."""
+"""Words that Hydra does not read as text."""
 
 
 @contextmanager
-def _given_back() -> Iterator[None]:
-    """What a run changes in its process is afterwards as it was."""
+def _restored_state() -> Iterator[None]:
+    """Restore the state of the process that a run changes."""
     import lightning.pytorch  # noqa: F401  # makes its loggers
     import numpy as np
     import torch
@@ -201,7 +202,7 @@ def _given_back() -> Iterator[None]:
     is_exact = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     tries_kernels = torch.backends.cudnn.benchmark
-    # to ask a GPU for its state would start it, before there are processes of its own
+    # reading a GPU's random state would initialise CUDA here, before any ranks are started
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(gpus), warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Commands as texts, to be pasted into a POSIX shell, and their overrides."""
+"""Commands as text that can be pasted into a POSIX shell, and their overrides."""
 
 import re
 import shlex
@@ -8,34 +8,34 @@ from typing import Any
 
 DOUBLE = '"'
 QUESTION_MARKS = "attnkit.question_marks"
-"""The resolver of OmegaConf that gives `???`."""
+"""Name of the OmegaConf resolver that returns `???`."""
 
 
 def command_line(*words: str, permission: Sequence[str] = ()) -> str:
-    """`attnkit WORDS`, each word quoted for the shell.
+    """Return `attnkit WORDS`, each word quoted for the shell.
 
     Args:
-        permission: what the function `permission` gives, without which it would be refused.
+        permission: result of the function `permission`, if the command needs it.
     """
     return shlex.join(["attnkit", *words, *permission])
 
 
 def permission(config_dir: str | Path | None, allow: Sequence[str]) -> tuple[str, ...]:
-    """The words of a command line that permit code: `--config-dir` and the overrides `allow=`."""
+    """Return the words of a command that permit the user's code: `--config-dir` and `allow=`."""
     return (*(("--config-dir", str(config_dir)) if config_dir else ()), *allow)
 
 
 def setting(key: str, path: Path) -> str:
-    """`key=path`, quoted where Hydra needs it. The shell's quotes are not in it."""
+    """Return `key=path`, quoted for Hydra if necessary, but not for the shell."""
     text = str(path)
     plain = re.fullmatch(r"[\w./+-]+", text, re.ASCII)
     return f"{key}={text if plain else quoted(text, DOUBLE)}"
 
 
 def quoted(text: str, mark: str = "'") -> str:
-    """A text as Hydra's overrides quote it, whatever is in it.
+    """Return any text quoted in the syntax of Hydra's overrides.
 
-    There a backslash escapes only the quotation mark, and itself before one.
+    In this syntax a backslash escapes only the quotation mark, and itself before one.
     """
     escaped = re.sub(
         rf"(\\*)({mark}|\Z)", lambda m: 2 * m[1] + (m[2] and f"\\{mark}"), literal(text)
@@ -44,9 +44,9 @@ def quoted(text: str, mark: str = "'") -> str:
 
 
 def literal(value: Any) -> Any:
-    """A value that OmegaConf takes as it stands: `${…}` in its texts means nothing, nor does `???`.
+    """Return a value escaped for OmegaConf, so that `${…}` and `???` in its texts have no meaning.
 
-    For what comes from files and folders. `compose.py` has the resolver.
+    It is used for values from files and folders. `compose.py` registers the resolver for `???`.
     """
     if isinstance(value, dict):
         return {key: literal(item) for key, item in value.items()}
@@ -58,10 +58,10 @@ def literal(value: Any) -> Any:
 
 
 def key_of(override: str) -> str:
-    """The key or group that an override sets."""
+    """Return the key or group that an override sets."""
     return override.partition("=")[0].lstrip("+~")
 
 
 def dotted_key(override: str) -> str:
-    """The same with dots, without the package of a group."""
+    """Return the key or group that an override sets, with dots and without a group's package."""
     return key_of(override).partition("@")[0].replace("/", ".")

@@ -1,4 +1,4 @@
-"""What a run says: a line at its start, tables at its end, and all of it in run.log."""
+"""Output of a run: a line at the start, tables at the end, and everything also in run.log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOG = "run.log"
 PREDICTIONS = "predictions.csv"
 _MAX_ROWS = 20
 
-# What no one can act on in a run that attnkit set up.
+# Messages of libraries that a user of attnkit can do nothing about.
 _UNHELPFUL = re.compile(
     r"does not have many workers|smaller than the logging interval|exists and is not empty"
     r"|LeafSpec|litlogger|when using `ckpt_path`|Checkpoint directory"
@@ -40,10 +40,10 @@ _UNHELPFUL = re.compile(
 
 
 def quiet(rank: int = 0) -> None:
-    """On screen only warnings: Lightning's, Python's in one line each, and only on rank 0."""
+    """Show only warnings of Lightning and Python on screen, in one line each and on rank 0 only."""
     import lightning.pytorch  # noqa: F401  # makes its loggers
 
-    for logger in _lightnings():
+    for logger in _lightning_loggers():
         for handler in logger.handlers:
             if not isinstance(handler, logging.FileHandler):
                 handler.setLevel(logging.ERROR if rank else logging.WARNING)
@@ -59,14 +59,14 @@ def quiet(rank: int = 0) -> None:
 
 
 class _Visible(logging.Formatter):
-    """Names of files and classes do nothing to the terminal that shows the log, either."""
+    """Formatter that escapes control characters, which names of files could send to a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 class _Notices(logging.Handler):
-    """What attnkit's parts say by Python's logging: a line of the run."""
+    """Handler that prints log messages of attnkit's modules as lines of the run."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage())
@@ -74,9 +74,9 @@ class _Notices(logging.Handler):
 
 @contextmanager
 def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[None]:
-    """Everything that is said, Lightning's messages, all warnings and a traceback also to run.log.
+    """Write all output, Lightning's messages, all warnings and a traceback to run.log as well.
 
-    Of the ranks beyond 0 only when they fail; with `own`, all of it to a file of their own.
+    Ranks other than 0 write only if they fail; with `own`, they write everything to their own file.
     """
     file = logging.FileHandler(
         folder / (f"run_rank{rank}.log" if rank and own else LOG), encoding="utf-8", delay=True
@@ -85,9 +85,9 @@ def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[No
     file.addFilter(lambda record: not _UNHELPFUL.search(record.getMessage()))
     file.setFormatter(_Visible(f"%(asctime)s {prefix}%(message)s", "%Y-%m-%d %H:%M:%S"))
     handler: logging.Handler = file
-    if rank and not own:  # until an error comes, or for ever
+    if rank and not own:  # messages stay in memory unless an error occurs
         handler = MemoryHandler(10_000, logging.ERROR, target=file, flushOnClose=False)
-    loggers = [_log, *_lightnings()]
+    loggers = [_log, *_lightning_loggers()]
     for logger in loggers:
         logger.addHandler(handler)
     try:
@@ -105,8 +105,8 @@ def logging_to(folder: Path, rank: int = 0, *, own: bool = False) -> Iterator[No
         file.close()
 
 
-def _lightnings() -> list[logging.Logger]:
-    """Lightning's loggers that have a handler of their own."""
+def _lightning_loggers() -> list[logging.Logger]:
+    """Return Lightning's loggers that have a handler of their own."""
     names = ("lightning", "lightning.pytorch", "lightning.fabric")
     return [log for log in map(logging.getLogger, names) if log.handlers]
 
@@ -114,7 +114,7 @@ def _lightnings() -> list[logging.Logger]:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
 ) -> None:
-    if _is_hers(message, category, filename):
+    if _is_for_user(message, category, filename):
         _keep_warning(message, category, filename, lineno)
         print_(f"[yellow]warning[/yellow] {cell(_one_line(message)[:400])}")
 
@@ -122,13 +122,13 @@ def _show_warning(
 def _keep_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
 ) -> None:
-    if _is_hers(message, category, filename):
+    if _is_for_user(message, category, filename):
         name = Path(filename).name
         _log.warning("%s %s:%d: %s", category.__name__, name, lineno, _one_line(message))
 
 
-def _is_hers(message: Warning | str, category: type[Warning], filename: str) -> bool:
-    """Whether the user can act on a warning: a deprecation, only in the user's own code."""
+def _is_for_user(message: Warning | str, category: type[Warning], filename: str) -> bool:
+    """Return whether the user can act on a warning; deprecations only in the user's own code."""
     text = _one_line(message)
     old = issubclass(category, DeprecationWarning | FutureWarning) or "deprecat" in text.lower()
     return not (old and "site-packages" in filename) and not _UNHELPFUL.search(text)
@@ -139,12 +139,12 @@ def _one_line(message: Warning | str) -> str:
 
 
 def print_(text: object) -> None:
-    """To the screen only."""
+    """Print to the screen, not to run.log."""
     get_console().print(text, soft_wrap=True, highlight=False)  # above a progress bar, not into it
 
 
 def header(job: Job, run: Run) -> None:
-    """What runs, on what, and where it writes."""
+    """Print the task, the mode, the model, the device and the run folder."""
     device = run.trainer.strategy.root_device.type
     world = run.trainer.world_size
     processes = f" × {world} processes" if world > 1 else ""
@@ -157,14 +157,14 @@ def header(job: Job, run: Run) -> None:
 
 
 def final(job: Job, results: Mapping[str, float]) -> None:
-    """The figures and where everything is."""
+    """Print the results and the paths of the files that were written."""
     if job.mode.stage == "predict":
         say_table(predictions(job.folder))
     if not job.mode.has_table:
         for table in tables(f"{job.config['task']} · {job.config['run']}", results):
             say_table(table)
     folder = job.folder
-    left = {
+    files = {
         "best": folder / "checkpoints" / "best.ckpt",
         "bench": folder / "bench.md",
         "curves": folder / "learning_curves.png",
@@ -184,27 +184,28 @@ def final(job: Job, results: Mapping[str, float]) -> None:
         "export": Path((job.config.get("export") or {}).get("folder") or folder / "export"),
         "results": folder / RESULTS,
     }
-    for name, path in left.items():
+    for name, path in files.items():
         if path.exists():
             say(f"  {name:<12} {path}")
 
 
 def predictions(folder: Path) -> Table:
-    """The first rows of predictions.csv."""
+    """Return a table of the first rows of predictions.csv."""
     with (folder / PREDICTIONS).open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
     title = f"predictions, the first {_MAX_ROWS} of {len(rows)}"
     table = Table(title=title if len(rows) > _MAX_ROWS else "predictions", title_justify="left")
+    # a column p(…) for each class would make the table too wide
     names = [name for name in reader.fieldnames or ["nothing"] if not name.startswith("p(")]
-    for name in names:  # those of each class would make it too wide
+    for name in names:
         table.add_column(cell(name), overflow="fold")
     for row in rows[:_MAX_ROWS]:
         table.add_row(*(cell(row[name] or "") for name in names))
     return table
 
 
-# --- the figures of a run as two tables ----------------------------------------------------------
+# --- the results of a run as two tables -----------------------------------------------------------
 
 _COLUMNS = {
     ("test/", ""): "test",
@@ -212,11 +213,11 @@ _COLUMNS = {
     ("val/", "_last"): "val, last epoch",
     ("val/", ""): "val",
 }
-"""For each stage and ending of a metric's name, the column that it stands in."""
+"""Column of the table for each stage and ending of a metric's name."""
 
 
 def tables(title: str, results: Mapping[str, float]) -> Iterator[Table]:
-    """The metrics of results.json, a row for each and a column for each stage, and all else."""
+    """Yield a table of the metrics in results.json, one column per stage, and one of the rest."""
     shown = {name: text for name, text in _texts(results).items() if f"{name}_last" not in results}
     metrics: dict[str, dict[str, str]] = {}
     for name in list(shown):
@@ -244,7 +245,7 @@ def tables(title: str, results: Mapping[str, float]) -> Iterator[Table]:
 
 
 def _texts(results: Mapping[str, float]) -> dict[str, str]:
-    """Every figure as it is shown, with its deviation over several seeds."""
+    """Return every number as text, with its standard deviation over several seeds."""
     several = results["num_seeds"] > 1
     texts = {}
     for name, value in results.items():
@@ -262,7 +263,7 @@ def _texts(results: Mapping[str, float]) -> dict[str, str]:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """The metric and the column of a figure: no column for one of no stage that is shown."""
+    """Return the metric and the column of a result; the column is empty if it has no stage."""
     for (stage, ending), column in _COLUMNS.items():
         if name.startswith(stage) and name.endswith(ending):
             return name.removeprefix(stage).removesuffix(ending), column

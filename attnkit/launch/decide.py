@@ -1,4 +1,4 @@
-"""What a command line asks for, decided and checked before anything is imported or written."""
+"""Turns a command line into a checked job, before torch is imported or anything is written."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from attnkit.launch.modes.rules import check_uses
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
-# Keys that say what to do with a saved run; they are never taken over from it.
+# Keys that control what is done with a saved run. Their values there are never used again.
 CONTROLS = {
     "run": "train",
     "seeds": 1,
@@ -38,7 +38,7 @@ CONTROLS = {
 
 @dataclass(frozen=True)
 class Request:
-    """A command line: the composition it gives, and where its keys were written."""
+    """A command line: its composed configuration, and where each key was written."""
 
     composer: Composer
     overrides: Sequence[str]
@@ -46,9 +46,9 @@ class Request:
     origins: Origins
     consent: Consent
     words: Sequence[str] = ()
-    """Hydra's, for a sweep."""
+    """Hydra's own settings, for a sweep."""
     base: Path | None = None
-    """The config.yaml of an earlier run, which takes the place of the shipped configuration."""
+    """The config.yaml of an earlier run, which replaces the shipped configuration."""
 
     @classmethod
     def read(
@@ -71,7 +71,7 @@ class Request:
         return cls(composer, overrides, config, origins, consent, words, base)
 
     def typed(self, key: str) -> str:
-        """The override that sets exactly this key, if there is one."""
+        """Return the override that sets exactly this key, or an empty text."""
         return next((o for o in self.overrides if o.lstrip("+").startswith(f"{key}=")), "")
 
     @property
@@ -80,40 +80,44 @@ class Request:
 
     @property
     def permission(self) -> tuple[str, ...]:
-        """The words of the command line that permit code, for commands that are to follow."""
+        """The words of the command line that permit code, for commands printed to the user."""
         allow = [o for o in self.overrides if o.lstrip("+").startswith("allow=")]
         return permission(self.composer.config_dir, allow)
 
     def folder(self, *, sweep: bool = False) -> Path:
-        """The folder to write to; not made yet."""
+        """Return the folder to write to, without creating it."""
         known = not OmegaConf.is_missing(self.config, "task")
         task = Path(str(self.config["task"])).name if known else ""
         name = self.composer.job_name or task or "task"
         return folders.plan(self.config.get("run_dir"), name, sweep=sweep)
 
     def on(self, path: Path, config: DictConfig) -> "Request":
-        """The same with a configuration that was made on top of that of a saved run."""
+        """Return this request with a configuration that is based on a saved run's."""
         source = Source(path, "")
         return replace(self, config=config, origins=Origins(self.overrides, lambda: [source]))
 
-    def held_to(self, rules: Callable[["Request"], None]) -> None:
-        """Ask rules of a mode, which read values that are not resolved yet."""
+    def check(self, rules: Callable[["Request"], None]) -> None:
+        """Check the rules of a mode, which read unresolved values."""
         try:
             rules(self)
         except OmegaConfBaseException:  # a reference leads nowhere
-            self.plain(self.config)  # which says of which key
+            self.plain(self.config)  # raises an error that names the key
             raise
 
     def plain(self, config: DictConfig, **values: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The configuration with these values, resolved and checked; what packages it may name."""
+        """Return the configuration with these values, resolved and checked, and allowed packages.
+
+        The second result holds those packages of the user that the configuration may name.
+        """
         if values:
             config = config.copy()
         for key, value in values.items():
             OmegaConf.update(config, key, literal(value), force_add=True)
         plain = self.composer.plain(config, self.origins)
-        allow = self.consent.check(plain, self.origins)  # what is refused is not even read
+        # before validate, which reads the source of the named classes
+        allow = self.consent.check(plain, self.origins)
         validate(plain, self.origins)
-        return {**plain, "allow": None}, allow  # permission is not for a file to give
+        return {**plain, "allow": None}, allow  # a file must not grant permission
 
 
 @dataclass
@@ -124,26 +128,26 @@ class Job:
     config: dict[str, Any]
     runs: list[dict[str, Any]]
     fresh: bool = False
-    """The folder's name is ours to choose: if it is taken, another one will do."""
+    """Whether attnkit chose the folder's name, and may choose another one if it is taken."""
     trial: bool = False
-    """Of a sweep: the folder may hold the log and the errors of attempts that came to nothing."""
+    """Whether it is a trial of a sweep; its folder may hold logs and errors of failed attempts."""
     callbacks: tuple[str, ...] = ()
-    """Names of callbacks that were asked for on the command line."""
+    """Names of callbacks that the command line mentions."""
     command: str = ""
-    """As it was typed."""
+    """The command as it was typed."""
     permission: tuple[str, ...] = ()
     """The words of the command line that permit code: --config-dir and allow=."""
     allow: tuple[str, ...] = ()
-    """The user's own packages."""
+    """The user's own packages that the configuration may name."""
     paths: tuple[str, ...] = ()
     """Folders of the user's own modules."""
     alone: bool = False
-    """The checkpoint has no run folder around it: everything comes from inside it."""
+    """Whether the checkpoint has no run folder, so that everything comes from the checkpoint."""
     resumed: bool = False
     changes: tuple[str, ...] = ()
-    """Overrides given beside resume=."""
+    """Overrides given together with resume=."""
     begun: bool = False
-    """All objects of the first run could be built, and its folder is written."""
+    """Whether all objects of the first run have been built and its folder has been written."""
 
     @property
     def mode(self) -> Mode:
@@ -151,7 +155,7 @@ class Job:
 
 
 def decide(request: Request, run_dir: Path | None = None) -> Job:
-    """The job a command line asks for; `run_dir` is where a trial of a sweep belongs."""
+    """Return the job that a command line asks for; `run_dir` is the folder of a sweep's trial."""
     mode = request.mode
     if run_dir is not None:
         request.config["run_dir"] = literal(str(run_dir))
@@ -159,7 +163,7 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
             raise UserError(f"run={mode.name}: not with -m; one configuration at a time")
     if request.config.get("resume") is not None:
         return _resumed(request)
-    request.held_to(check_uses)
+    request.check(check_uses)
     fresh = request.config.get("run_dir") is None
     is_of_checkpoint = request.config.get("ckpt") is not None and "ckpt" in mode.uses
     home = None
@@ -171,21 +175,21 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
     if config.get("init") is not None:
         config["init"] = literal(folders.initial(str(config["init"])))
     teacher = (config.get("distill") or {}).get("teacher")
-    if teacher is None and not request.typed("distill.teacher"):  # one of a sweep may be null
+    if teacher is None and not request.typed("distill.teacher"):  # a sweep's trial may set null
         for typed in request.overrides:
             if dotted_key(typed).partition(".")[0] == "distill":
                 raise UserError(
-                    f"{typed}: given without distill.teacher, and has no effect then\n"
+                    f"{typed}: has no effect without distill.teacher\n"
                     "  add distill.teacher=RUN_DIR, a checkpoint or a name of timm"
                 )
-    if teacher is not None and _is_path(str(teacher)):  # else a name of timm, which timm checks
+    if teacher is not None and _is_path(str(teacher)):  # timm checks its own names
         config["distill"]["teacher"] = literal(
             str(folders.checkpoint(str(teacher), "distill.teacher"))
         )
     folder = run_dir or request.folder()
     config["run_dir"] = literal(str(folder))
     if mode.rules:
-        request.held_to(named(mode.rules))
+        request.check(named(mode.rules))
     top, allow = request.plain(config)
     runs = [
         request.plain(config, run_dir=str(folder / name), **values)[0]
@@ -197,9 +201,9 @@ def decide(request: Request, run_dir: Path | None = None) -> Job:
 
 
 def _is_path(given: str) -> bool:
-    """Whether it is there, or is written as only a path is."""
-    written_so = "/" in given.removeprefix("./") or given.endswith(".ckpt")
-    return absolute(given).exists() or (written_so and not given.startswith("hf-hub:"))
+    """Return whether a teacher is a path: an existing one, or a text that can't be a timm name."""
+    looks_like_path = "/" in given.removeprefix("./") or given.endswith(".ckpt")
+    return absolute(given).exists() or (looks_like_path and not given.startswith("hf-hub:"))
 
 
 def _job(
@@ -209,7 +213,7 @@ def _job(
     allow: tuple[str, ...],
     **kwargs: Any,
 ) -> Job:
-    """The job of these configurations: that of the whole, and of several runs one for each."""
+    """Return the job of these configurations: that of the job, then one for each of its runs."""
     consent, given = request.consent, ("--config", str(request.base)) if request.base else ()
     allowed = permission(request.composer.config_dir, ())
     return Job(
@@ -226,26 +230,27 @@ def _job(
 
 
 def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str, Any]]:
-    """The folders of a job of several runs, one for each seed or split, and what differs there.
+    """Return the folder of each seed or split of a job, and the values that differ there.
 
-    The number of splits is put in the place of `all`, so that a job that is resumed knows it.
+    A job of a single run has none. `all` is replaced by the number of splits, so that a resumed job
+    knows it.
     """
     splits = top.get("splits")
     if splits is not None:
         data = top.get("data") or {}
         if "split" not in data:
             raise UserError("splits: the data has no split to choose (data.split)")
-        found = data.get("num_splits")
-        if found is None and not resumed:
-            found = _num_splits(data)
-        splits = found if splits == "all" else splits
+        available = data.get("num_splits")
+        if available is None and not resumed:
+            available = _num_splits(data)
+        splits = available if splits == "all" else splits
         if splits is None:
             raise UserError(
-                "splits=all: the data does not say how many it has (num_splits)\n"
+                "splits=all: the number of splits is unknown, since the data has no num_splits\n"
                 "  splits=N runs data.split=0 to N - 1"
             )
-        if found is not None and splits > found:
-            raise UserError(f"splits={splits}: the data has {found}")
+        if available is not None and splits > available:
+            raise UserError(f"splits={splits}: the data has {available}")
         top["splits"] = splits
         return {f"split_{i}": {"data.split": i, "splits": None} for i in range(splits)}
     if top["seeds"] > 1:
@@ -255,20 +260,20 @@ def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str,
 
 
 def _num_splits(node: Mapping[str, Any]) -> int | None:
-    """How many fixed splits data have, which are read for it; None: they do not say."""
-    from attnkit.launch import console  # which imports torch
+    """Read the data and return its number of fixed splits; None if it has no `num_splits`."""
+    from attnkit.launch import console  # imports torch
     from attnkit.lightning.build.build import build
 
     console.quiet()
     data = build(node, at="data")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run of each split gives them
+        warnings.simplefilter("ignore")  # the run of each split shows them
         data.prepare_data()
         return getattr(data, "num_splits", None)
 
 
 def _callbacks(request: Request, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those whose settings were typed, or that a typed choice of the group adds."""
+    """Return names of callbacks whose settings were typed, or that a typed choice adds."""
     keys = [dotted_key(override).split(".") for override in request.overrides]
     names = {key[1] for key in keys if key[0] == "callbacks" and len(key) > 1}
     if ["callbacks"] in keys:
@@ -278,9 +283,9 @@ def _callbacks(request: Request, config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _on_base(request: Request, base: Path) -> Request:
-    """A new run with the configuration of an earlier one, overrides on top.
+    """Return a request for a new run with the configuration of an earlier one and the overrides.
 
-    What the data gave then, it gives again: it may be other data.
+    Values that came from the earlier data are reset, since the new run may read other data.
     """
     changes = {k: v for k, v in CONTROLS.items() if k not in ("init", "seeds", "splits")}
     saved = folders.read_config(base)
@@ -291,14 +296,15 @@ def _on_base(request: Request, base: Path) -> Request:
             node = node.get(part) or {}
         if name in node:
             node[name] = None if len(parts) == 1 else "auto"
-    (saved.get("callbacks") or {}).pop("pruning", None)  # of a study, which this run is not in
+    (saved.get("callbacks") or {}).pop("pruning", None)  # it works only inside a study
     return _on_saved(request, base, saved, changes)
 
 
 def _of_checkpoint(request: Request) -> tuple[Request, Path | None]:
-    """The configuration of the run that the checkpoint lies in, overrides on top; and its folder.
+    """Return the request with the configuration of the checkpoint's run, and that run's folder.
 
-    That of the command line and None where there is no such folder.
+    If the checkpoint lies in no run folder, the configuration stays as it is and the folder is
+    None.
     """
     given = request.config
     ckpt = folders.checkpoint(str(given["ckpt"]))
@@ -307,9 +313,9 @@ def _of_checkpoint(request: Request) -> tuple[Request, Path | None]:
         _check_alone(request, ckpt)
     else:
         saved = folders.read_config(home / folders.CONFIG)
-        # A quick look at training is no reason to test or predict on a part of the images.
+        # A training on a part of the data is still tested on all of it.
         saved["trainer"] = {**(saved.get("trainer") or {}), "limit_batches": None}
-        explain = given.get("explain")  # what to do with a saved run is not taken over from it
+        explain = given.get("explain")  # like CONTROLS, not taken from the saved run
         explain = explain and OmegaConf.to_container(explain, resolve=False)
         changes = {**CONTROLS, "explain": explain}
         request = _on_saved(request, home / folders.CONFIG, saved, changes)
@@ -320,7 +326,7 @@ def _of_checkpoint(request: Request) -> tuple[Request, Path | None]:
 def _on_saved(
     request: Request, path: Path, saved: dict[str, Any], changes: Mapping[str, Any]
 ) -> Request:
-    """The configuration of a saved run, its paths below the folder to come, overrides on top."""
+    """Return the request with a saved configuration, its paths moved to the new run folder."""
     old = literal(str(saved.get("run_dir") or path.parent))
     saved = folders.relocate(literal(saved), Path(old), Path("${run_dir}"))
     saved |= {**changes, "run_dir": literal(request.config["run_dir"])}
@@ -339,7 +345,10 @@ def _check_alone(request: Request, ckpt: Path) -> None:
 
 
 def _resumed(request: Request) -> Job:
-    """The same run in the same folder; only what the model does not depend on may change."""
+    """Return the job that continues a run in its folder.
+
+    Only settings that the model does not depend on may change.
+    """
     if request.mode.name != "train":
         name = request.mode.name
         instead = f"; ckpt={request.config['resume']}" if request.mode.needs_ckpt else ""
@@ -370,7 +379,7 @@ def _resumed(request: Request) -> Job:
 
 
 def check_resumable(changes: Sequence[str]) -> None:
-    """Refuse what may not change in a run that goes on."""
+    """Refuse overrides that may not change when a run is resumed."""
     for change in changes:
         if not f"{dotted_key(change)}.".startswith(schema.RESUMABLE):
             raise UserError(

@@ -1,4 +1,4 @@
-"""`attnkit doctor`: every attention of this machine, or of a model, held to the definition."""
+"""`attnkit doctor`: compares every attention of this machine or of a model with its definition."""
 
 import argparse
 import json
@@ -16,29 +16,30 @@ from attnkit.lightning.errors import UserError
 USAGE = """\
 attnkit doctor [MODEL.py:FUNCTION] [--quick] [--only NAME] [--markdown FILE] [--json FILE]
 
-Holds every attention that this machine can run to its definition: attnkit's kernels, torch's, and
-those of torch_geometric. Exit code 1 where something is wrong.
+Compares every attention that this machine can run with its definition: attnkit's kernels, torch's,
+and those of torch_geometric. The exit code is 1 if something is wrong.
 
-  MODEL.py:FUNCTION  also the attention of a model: the function gives the model and what it is
-                     called with, as (model, input, …)
-  --quick            below 20 s on two cores; the whole takes below 120 s and also measures times
-  --only NAME        attentions with NAME in their name, such as flash or PyG
-  --markdown FILE    the report with a program for each finding, to be pasted into an issue
-  --json FILE        the report in numbers
+  MODEL.py:FUNCTION  also check the attention of a model; the function returns the model and its
+                     inputs as (model, input, …)
+  --quick            takes less than 20 s on two cores; without it, times are measured too, in less
+                     than 120 s
+  --only NAME        check only attentions with NAME in their name, such as flash or PyG
+  --markdown FILE    write the report, with a program for each finding, to paste into an issue
+  --json FILE        write the report as numbers
 """
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `attnkit doctor ARGV`; returns the exit code, 1 where something is wrong."""
+    """Run `attnkit doctor ARGV` and return the exit code, which is 1 if something is wrong."""
     args = _parser().parse_args(argv)
     if args.help:
         print(USAGE, end="")
         return 0
     for file in (args.markdown, args.json):
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            said = "is a folder; name a file" if file.is_dir() else f"no folder {file.parent}"
-            raise UserError(f"{file}: {said}")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler tells what it does
+            reason = "is a folder; name a file" if file.is_dir() else f"no folder {file.parent}"
+            raise UserError(f"{file}: {reason}")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences torch's profiler
     model, inputs = _built(args.model) if args.model else (None, ())
     from attnkit.checks.doctor.run import doctor
 
@@ -46,8 +47,8 @@ def command(argv: Sequence[str]) -> int:
     try:
         report = doctor(model, inputs, **options)
     except ValueError as error:
-        said = str(error)
-        raise UserError(f"--{said}" if said.startswith("only:") else f"doctor: {said}") from error
+        text = str(error)
+        raise UserError(f"--{text}" if text.startswith("only:") else f"doctor: {text}") from error
     finally:
         _shown(1.0, "")
     print(report)
@@ -59,7 +60,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _built(given: str) -> tuple[Any, tuple[Any, ...]]:
-    """The model and its inputs, of the function that `FILE.py:FUNCTION` names."""
+    """Return the model and its inputs from the function that `FILE.py:FUNCTION` names."""
     file, _, name = given.rpartition(":")
     if not file.endswith(".py") or not name:
         raise UserError(f"doctor: expected MODEL.py:FUNCTION, got {given!r}")
@@ -82,7 +83,7 @@ _started = time.monotonic()
 
 
 def _shown(share: float, what: str) -> None:
-    """A bar on a terminal, in one line that is written over."""
+    """Draw a progress bar on a terminal, in one line that is overwritten."""
     if sys.stderr.isatty():
         done = int(20 * share)
         bar = f"{'━' * done}{'─' * (20 - done)} {100 * share:3.0f} %  {what[:48]:<48}"
@@ -92,7 +93,7 @@ def _shown(share: float, what: str) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"doctor: {message}; attnkit doctor --help shows what there is")
+        raise UserError(f"doctor: {message}; attnkit doctor --help lists the options")
 
 
 def _parser() -> argparse.ArgumentParser:

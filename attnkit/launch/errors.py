@@ -1,6 +1,7 @@
 """How a command ends when something is wrong: at most three lines and an exit code.
 
-Some libraries hide what an error comes from: data workers, other ranks, the disk, allocators.
+Errors of data workers, other ranks, the disk and allocators often hide their cause; `cause` finds
+it.
 """
 
 import errno
@@ -18,7 +19,7 @@ from attnkit.lightning.errors import RunError, StoppedBySignal, UserError, first
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
 
-# As torch 2.14 and the allocators and backends below it word what has no class of its own.
+# Messages of torch 2.14, its allocators and its backends for errors without a class of their own.
 _KILLED = re.compile(r"DataLoader worker \(pid.*?(is killed by signal: .*?\.|exited unexpectedly)")
 _SHARED = re.compile(r"out of shared memory|shared memory ?\(shm\)|</torch_\w+>")
 _IN_WORKER = re.compile(r"^Caught \S+ in (DataLoader worker|pin memory thread)")
@@ -32,11 +33,14 @@ _WAITED = re.compile(r"[Tt]imed? ?out|[Tt]imeout")
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal during a run; the message says how to go on. A sweep must not swallow it."""
+    """Raised when a signal stops a run; the message says how to continue.
 
-    def __init__(self, said: str, go_on: str = "", code: int = INTERRUPTED) -> None:
-        super().__init__(f"{said}{go_on}")
-        self.said = said
+    It is no `Exception`, so that a sweep does not swallow it.
+    """
+
+    def __init__(self, reason: str, go_on: str = "", code: int = INTERRUPTED) -> None:
+        super().__init__(f"{reason}{go_on}")
+        self.reason = reason
         self.code = code
 
 
@@ -50,7 +54,7 @@ def guarded(command: Callable[[], int]) -> int:
         try:
             return command()
         except Exception:
-            raise_received()  # what a signal has broken off may fail in any way
+            raise_received()  # code that a signal interrupts may fail in any way
             raise
     except UserError as error:
         return fail(error, WRONG_INPUT)
@@ -68,17 +72,20 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def fail(error: Exception, code: int, whose: str = "") -> int:
-    """Print an error, after `whose` it is; with ATTNKIT_TRACEBACK=1, all of it."""
+    """Print an error after the prefix `whose` and return the exit code.
+
+    With ATTNKIT_TRACEBACK=1 in the environment, print the whole traceback.
+    """
     if os.environ.get(TRACEBACK) == "1":
-        said = "".join(traceback.format_exception(error)).rstrip()
+        text = "".join(traceback.format_exception(error)).rstrip()
     else:
-        said = f"attnkit: {whose}{summary(error)}"
-    print(visible(said), file=sys.stderr, flush=True)
+        text = f"attnkit: {whose}{summary(error)}"
+    print(visible(text), file=sys.stderr, flush=True)
     return code
 
 
 def summary(error: BaseException) -> str:
-    """An error in at most three lines; for an unexpected one, also where in whose code."""
+    """Return an error in at most three lines; for an unexpected one, also its file and line."""
     lines = [line for line in (cause(error) or str(error)).splitlines() if line.strip()]
     if cause(error) or isinstance(error, UserError | RunError):
         return "\n".join(lines[:3])
@@ -89,72 +96,75 @@ def summary(error: BaseException) -> str:
     )
 
 
-# --- what an error comes from ---------------------------------------------------------------------
+# --- the cause of an error ------------------------------------------------------------------------
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether an error only reports that another process has gone or does not answer."""
+    """Return whether an error only reports that another process ended or does not answer."""
     named = any(cls.__name__ == "DistError" for cls in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and bool(_PEER.search(str(error))))
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a lost peer timed out, rather than disconnected."""
+    """Return whether a lost peer timed out instead of disconnecting."""
     return bool(_WAITED.search(str(error)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator had no more: torch's on any device, or Python's."""
+    """Return whether an allocator ran out of memory: torch's on any device, or Python's."""
     if isinstance(error, MemoryError):
         return True
     named = any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__)
     return named or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
 
 
-def of_allocator(error: BaseException) -> str:
-    """What it said, in one line."""
-    said = re.sub(r"^\[enforce fail at .*?(?=DefaultCPUAllocator)", "", str(error).strip())
-    return " ".join(said.split())[:200] or type(error).__name__
+def allocator_message(error: BaseException) -> str:
+    """Return the message of an allocator in one line."""
+    text = re.sub(r"^\[enforce fail at .*?(?=DefaultCPUAllocator)", "", str(error).strip())
+    return " ".join(text.split())[:200] or type(error).__name__
 
 
 def cause(error: BaseException) -> str:
-    """One or two lines for an error whose own message does not say it, or nothing."""
+    """Return one or two lines on the cause of an error if its message hides it, else nothing."""
     text = str(error)
     killed = _KILLED.search(text)
     if _SHARED.search(text) or _is_semaphore_refused(error):
-        said = killed[0].rstrip(".") if killed else "a DataLoader worker can't send a batch"
+        event = killed[0].rstrip(".") if killed else "a DataLoader worker can't send a batch"
         return (
-            f"{said}: shared memory is full\n"
+            f"{event}: shared memory is full\n"
             "  make /dev/shm larger (docker run --shm-size=8g), or data.num_workers=0"
         )
     if killed or _is_worker_gone(error):
-        said = killed[0].rstrip(".") if killed else "a DataLoader worker has ended"
-        return f"{said}\n  the system kills what takes too much memory; fewer workers take less"
+        event = killed[0].rstrip(".") if killed else "a DataLoader worker has ended"
+        return (
+            f"{event}\n"
+            "  the system kills processes that take too much memory; fewer workers take less"
+        )
     if _IN_WORKER.search(text):
-        return _of_worker(text)
+        return _worker_error(text)
     if isinstance(error, UserError | RunError):
         return ""
     if is_out_of_memory(error):
-        return f"out of memory in {place(error)}\n  {of_allocator(error)}"
+        return f"out of memory in {place(error)}\n  {allocator_message(error)}"
     if isinstance(error, OSError) and error.strerror:
         path = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{path}, in {place(error)}"
     if is_peer_lost(error):
         how = "does not answer" if is_timeout(error) else "has ended"
-        said = re.sub(r"\[[^\]]*\](:\d+)?", "", first_line(error)).split(". ")[0].strip()
-        return f"another process of this run {how} ({said})"
+        message = re.sub(r"\[[^\]]*\](:\d+)?", "", first_line(error)).split(". ")[0].strip()
+        return f"another process of this run {how} ({message})"
     return ""
 
 
 def _is_semaphore_refused(error: BaseException) -> bool:
-    """Whether a queue could not be made, whose semaphores are in shared memory."""
+    """Return whether a queue could not be made because shared memory had no room for semaphores."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
     return is_full and any(file.endswith("multiprocessing/synchronize.py") for file in files)
 
 
 def _is_worker_gone(error: BaseException) -> bool:
-    """Whether a worker died while it was sending a batch."""
+    """Return whether a worker died while it was sending a batch."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return isinstance(error, ConnectionError | EOFError) and any(
         Path(file).parts[-3:-1] == ("utils", "data") for file in files
@@ -162,20 +172,20 @@ def _is_worker_gone(error: BaseException) -> bool:
 
 
 def place(error: BaseException) -> str:
-    """The innermost frame outside the installed libraries: the user's code or attnkit's."""
+    """Return the innermost frame outside installed libraries: in the user's code or attnkit's."""
     frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
     return _own(frames)
 
 
-def _of_worker(text: str) -> str:
-    """torch puts the traceback of a worker into the message; its end is the error itself."""
+def _worker_error(text: str) -> str:
+    """Return a data worker's error, which ends the traceback that torch puts into its message."""
     lines = text.splitlines()
     last = max((i for i, line in enumerate(lines) if _FRAME.match(line)), default=0)
     end = next((i for i in range(last + 1, len(lines)) if lines[i][:1].strip()), len(lines) - 1)
     message = "\n".join(lines[end:])
-    name, _, said = message.partition(": ")
+    name, _, reason = message.partition(": ")
     if name.rpartition(".")[2] in (UserError.__name__, RunError.__name__):
-        return said
+        return reason
     frames = [(m["file"], int(m["line"]), m["name"]) for m in map(_FRAME.match, lines) if m]
     return f"{lines[end][:500]}\n  in {_own(frames)}, a DataLoader worker"
 

@@ -1,6 +1,6 @@
-"""Run folders: where a run writes, what it left there, which one to go on in.
+"""Run folders: how they are named, created, found, read and written.
 
-The only writer of config.yaml, state.json and results.json.
+This is the only module that writes config.yaml, state.json and results.json.
 """
 
 import json
@@ -26,16 +26,16 @@ RESULTS = "results.json"
 STATE = "state.json"
 ORIGIN = "origin.json"
 CHECKPOINTS = "checkpoints"
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face folder
-LOCK = ".lock"  # held by the process that runs it
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in a Hugging Face folder
+LOCK = ".lock"  # locked by the process that runs in the folder
 RUNNING, STOPPED, FAILED, DONE = "running", "stopped", "failed", "done"
 
-# What makes a run folder worth keeping when the run ends early.
+# Files that make a run folder worth keeping if the run ends early.
 KEPT = ("*.ckpt", "metrics.csv", RESULTS, "predictions.csv")
 
 
 def plan(given: object, task: str, *, sweep: bool = False) -> Path:
-    """The folder of a run, given or new; not made yet. One that holds something is refused."""
+    """Return the folder of a run, given or new, without creating it; refuse one with content."""
     if given is None:
         stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         name = f"sweep_{stamp}" if sweep else stamp
@@ -52,7 +52,7 @@ def plan(given: object, task: str, *, sweep: bool = False) -> Path:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Refuse what is not a folder and can't become one."""
+    """Refuse a path that is no folder and can't become one."""
     if path.exists() and not path.is_dir():
         raise UserError(f"{key}: {path} is a file")
     nearest = next(p for p in (path, *path.parents) if p.exists())
@@ -66,12 +66,12 @@ def _trains(folder: Path) -> bool:
 
 
 def as_override(key: str, path: Path) -> str:
-    """`key=path` to be typed in a shell, quoted where the shell or Hydra needs it."""
+    """Return `key=path` for a shell, quoted where the shell or Hydra needs it."""
     return shlex.quote(setting(key, path))
 
 
 def create(path: Path, *, fresh: bool) -> Path:
-    """Make the folder; with `fresh` a new one, of the next free name if this is taken by now."""
+    """Create and return the folder; with `fresh`, use the next free name if this one is taken."""
     while True:
         try:
             path.mkdir(parents=True, exist_ok=not fresh)
@@ -94,25 +94,25 @@ def _free(path: Path) -> Path:
 
 
 def absent(path: Path) -> list[Path]:
-    """The folders that making this one makes, innermost first."""
+    """Return the folders that do not exist yet, from this one upward."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether the folder is missing, empty or holds only a lock."""
+    """Return whether the folder is missing, empty or holds only a lock."""
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 
 def is_bare(folder: Path) -> bool:
-    """Whether nothing but the configuration, the state and the log is there."""
+    """Return whether the folder holds only the configuration, the state and logs."""
     files = (path.name for path in folder.rglob("*") if path.is_file())
     return all(name in (CONFIG, LOCK, ORIGIN, STATE) or name.endswith(".log") for name in files)
 
 
 def take_back(folder: Path, made: list[Path]) -> None:
-    """Remove what a refused command left in its folder, and those that were made for it.
+    """Empty the folder of a refused command, and remove the folders that were created for it.
 
-    Nothing is removed if there is something to keep.
+    Nothing is removed if the folder holds a file worth keeping.
     """
     if any(next(folder.rglob(name), None) for name in KEPT):
         return
@@ -123,14 +123,14 @@ def take_back(folder: Path, made: list[Path]) -> None:
             else:
                 inside.unlink(missing_ok=True)
     if made:
-        made = [folder, *made[1:]]  # it may have had to take another name
+        made = [folder, *made[1:]]  # the folder may have got another name
     for path in made:
         with suppress(OSError):  # not empty: another run is in there
             path.rmdir()
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML in which a list of plain values is one line."""
+    """YAML dumper that writes a list of plain values on one line."""
 
 
 def _on_one_line(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
@@ -144,7 +144,7 @@ _Dumper.add_representer(tuple, _on_one_line)
 
 def save_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.yaml, whole or not at all."""
-    # on one line, the ten thousand words of a vocabulary do not hide the rest
+    # a vocabulary of ten thousand words on one line does not hide the rest
     text = yaml.dump(
         dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf
     )
@@ -152,16 +152,16 @@ def save_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a run folder, its paths pointing there even if it was moved."""
+    """Return the configuration of a run folder; its paths are adapted if the folder was moved."""
     config = read_config(folder / CONFIG)
     return relocate(config, Path(str(config.get("run_dir") or folder)), folder)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A config.yaml as it was written.
+    """Return the content of a config.yaml as it was written.
 
     Raises:
-        UserError: it is none.
+        UserError: the file can't be read, or is not the configuration of a run.
     """
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -175,7 +175,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def relocate(value: Any, old: Path, new: Path) -> Any:
-    """The same values with every path below `old` now below `new`."""
+    """Return the same values with every path below `old` moved below `new`."""
     if isinstance(value, dict):
         return {k: relocate(v, old, new) for k, v in value.items()}
     if isinstance(value, list):
@@ -186,7 +186,7 @@ def relocate(value: Any, old: Path, new: Path) -> Any:
 
 
 def load_results(folder: Path) -> dict[str, float]:
-    """results.json, or nothing."""
+    """Return the content of results.json, or an empty dict."""
     return load_json(folder / RESULTS)
 
 
@@ -196,7 +196,7 @@ def save_results(folder: Path, results: Mapping[str, float]) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """state.json: `state`, and of a run that is done `ended_by`, `epochs` and `steps`."""
+    """Return state.json: `state`, and for a finished run also `ended_by`, `epochs` and `steps`."""
     return load_json(folder / STATE)
 
 
@@ -206,12 +206,12 @@ def save_state(folder: Path, state: str, **facts: Any) -> None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run came to its end, and its results are there."""
+    """Return whether a run is done and has written its results."""
     return load_state(folder).get("state") == DONE and (folder / RESULTS).is_file()
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """What a file holds, or nothing."""
+    """Return the mapping in a JSON file, or an empty dict if there is none."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -220,7 +220,7 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def save_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file, whole or not at all."""
+    """Write a JSON file, whole or not at all."""
     write_text(path, f"{json.dumps(content, indent=2, allow_nan=False)}\n")
 
 
@@ -231,7 +231,15 @@ def find(
     patterns: Sequence[str],
     wanted: Callable[[Path], bool] = Path.is_dir,
 ) -> Path:
-    """The folder that `key=given` names; `latest` is the newest that has such a file in outputs."""
+    """Return the folder that `key=given` names; `latest` is the newest match below outputs/.
+
+    Args:
+        given: a path or `latest`.
+        key: name of the setting, for messages.
+        what: what is searched for, for messages.
+        patterns: glob patterns, relative to outputs/, of a file directly in the folder.
+        wanted: whether a matching folder counts.
+    """
     if given == "latest":
         outputs = Path.cwd() / OUTPUTS
         files = [p for pattern in patterns for p in outputs.glob(pattern) if wanted(p.parent)]
@@ -246,7 +254,7 @@ def find(
 
 
 def to_resume(given: str) -> Path:
-    """The run folder that `resume=` names."""
+    """Return the run folder that `resume=` names."""
     patterns = (f"*/*/{CONFIG}", f"*/sweep_*/*/{CONFIG}")
     folder = find(given, "resume", "run", patterns, _trains)
     if not (folder / CONFIG).is_file():
@@ -260,7 +268,7 @@ def _is_sweep(folder: Path) -> bool:
 
 
 def initial(given: str) -> str:
-    """What `init=` names: a name on a hub, a folder of weights, or as `ckpt=`."""
+    """Return what `init=` names: a model on a hub, a folder of weights or a checkpoint."""
     if given.startswith("hf-hub:"):
         return given
     if any((absolute(given) / name).is_file() for name in WEIGHTS):
@@ -269,7 +277,7 @@ def initial(given: str) -> str:
 
 
 def checkpoint(given: str, key: str = "ckpt") -> Path:
-    """The file that `ckpt=` names; of a run folder, its best."""
+    """Return the file that `ckpt=` names; for a run folder, its best checkpoint."""
     refuse_url(given, key)
     path = absolute(given)
     if path.is_dir():
@@ -284,6 +292,6 @@ def checkpoint(given: str, key: str = "ckpt") -> Path:
 
 
 def run_of(ckpt: Path) -> Path | None:
-    """The run folder a checkpoint lies in, if it still does."""
+    """Return the run folder that a checkpoint lies in, or None."""
     folder = ckpt.parent.parent
     return folder if ckpt.parent.name == CHECKPOINTS and (folder / CONFIG).is_file() else None

@@ -1,4 +1,4 @@
-"""What `attnkit --help` says."""
+"""The text of `attnkit --help`."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
@@ -11,10 +11,10 @@ attnkit: train, test and use attention models. For example
   attnkit task=vit                             train on scikit-learn's digits
   attnkit task=vit data=image_folder data.root=DIR
                                                your images, a folder per class
-  attnkit run=check task=vit                   what it takes: time, memory, …
+  attnkit run=check task=vit                   estimate time, memory, …
   attnkit run=predict ckpt=RUN_DIR images=PATH label images; writes a CSV
-  attnkit doctor                               is any attention here wrong?
-  attnkit --help                               everything
+  attnkit doctor                               check attention on this machine
+  attnkit --help                               all commands and settings
   attnkit --cfg job task=vit                   every key and its value"""
 
 _COLUMNS = 80
@@ -27,21 +27,21 @@ Train
   attnkit task=vit                             train, then test the best epoch
   attnkit task=vit data=image_folder data.root=DIR
                                                your images, a folder per class
-  attnkit run=check task=vit                   what it takes: time, memory, …
+  attnkit run=check task=vit                   estimate time, memory, …
   attnkit run=bench task=vit                   speed by part, fastest kernel
   attnkit resume=latest                        continue after an interruption
 
-Use what was trained
+Use a trained model
   attnkit run=test ckpt=RUN_DIR                test again
   attnkit run=predict ckpt=RUN_DIR images=PATH label images; writes a CSV
-  attnkit run=explain ckpt=RUN_DIR images=PATH where it looks, and how far to
-                                               trust that: one page
+  attnkit run=explain ckpt=RUN_DIR images=PATH a page that shows where it looks
+                                               and how far to trust the maps
   attnkit run=explain ckpt=RUN_DIR explain.nodes=[12]
                                                the same for nodes of a graph
   attnkit run=explain model=timm model.name=NAME images=PATH
                                                a network trained elsewhere
   attnkit run=explain ckpt=RUN_DIR explain.trust=none explain.layer=-1
-                                               maps alone, and a layer's
+                                               only maps, of the last layer
   attnkit run=export ckpt=RUN_DIR              safetensors, torch.export, ONNX
 
 Compare
@@ -53,10 +53,10 @@ Compare
   attnkit run=reproduce                        published results and ours
   attnkit run=reproduce reproduce.name=NAME    run one again and compare
 
-Trust the machine
-  attnkit doctor                               hold all attention that it can
-                                               run to the definition
-  attnkit doctor model.py:build                and that of a model of yours
+Check the machine
+  attnkit doctor                               compare every attention with its
+                                               definition
+  attnkit doctor model.py:build                also the attention of your model
 
 Groups and their choices
 {groups}
@@ -65,7 +65,7 @@ Keys of every task
   run=KIND                     what to do:
 {kinds}
   seed=0  seeds=N              N runs, their mean and spread
-  splits=all                   a run for each of the fixed splits of the data
+  splits=all                   a run for each fixed split of the data
   trainer.max_epochs=N         how long; or trainer.minutes=N
   trainer.limit_batches=N      a quick look: N batches (or a share) of all data
   trainer.gradient_clip_val=X  trainer.accumulate_grad_batches=N
@@ -84,17 +84,17 @@ Options
                                a,b or range(1,9); hydra.sweeper.n_trials=20, …
   hydra/launcher=joblib        several at once; submitit_local, submitit_slurm
   --config RUN_DIR key=value   a new run with the configuration of another
-  --config-dir DIR             a folder of yours with task/*.yaml and modules
+  --config-dir DIR             your own folder with task/*.yaml and modules
   allow=[PACKAGE]              let the configuration name classes of a package
   --shell-completion install=bash|zsh|fish
                                eval "$(attnkit --shell-completion install=bash)"
   --help, --version
-A wrong setting ends with exit code 2 and a line that says what is right.
-ATTNKIT_TRACEBACK=1 shows where it was noticed."""
+A wrong setting ends with exit code 2 and a message that names the right one.
+ATTNKIT_TRACEBACK=1 in the environment also shows the traceback."""
 
 
 def text(groups: Mapping[str, Sequence[str]]) -> str:
-    """The help, with the groups and choices of all folders."""
+    """Return the help text with the groups and choices of all folders."""
     width = max(map(len, groups), default=0)
     lines = (_wrapped(f"  {name:<{width}}  ", ", ".join(given)) for name, given in groups.items())
     return TEMPLATE.format(groups="\n".join(lines), kinds=_wrapped(" " * 31, ", ".join(MODES)))

@@ -1,4 +1,4 @@
-"""The command line: arguments, help, one run or a sweep, exit codes."""
+"""The command line: arguments, help, a run or a sweep, exit codes."""
 
 import argparse
 import gc
@@ -16,19 +16,19 @@ from attnkit.lightning.files import absolute
 
 
 def main(argv: Sequence[str] | None = None, *, announce: bool = False) -> int:
-    """Run a command line; returns the exit code.
+    """Run a command line and return the exit code.
+
+    Exit codes: 2 for wrong input, 1 for a crash, 130 for Ctrl-C, 143 for SIGTERM or SIGUSR1.
 
     Args:
-        argv: None for that of the process.
-        announce: say at once that it starts; to read configurations and to load torch takes time.
-
-    2: wrong input, 1: crashed, 130: stopped by Ctrl-C, 143: by SIGTERM or SIGUSR1.
+        argv: the arguments; None for those of the process.
+        announce: print a line at once, since reading configurations and importing torch takes time.
     """
     launcher = launched()
 
     def command() -> int:
-        # Until something is carried out, to search what is imported and composed for garbage takes
-        # a quarter of the time, and finds none.
+        # Garbage collection takes a quarter of the time of importing and composing, and finds
+        # nothing. It is enabled again before the job is carried out.
         gc.disable()
         try:
             return _main(sys.argv[1:] if argv is None else list(argv), launcher, announce)
@@ -109,7 +109,7 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
     if launcher and launcher.rank:
         if request.mode.is_run:  # rank 0 refuses others
             launcher.job = decide(request)
-        return 0  # what is done is rank 0's to say
+        return 0  # rank 0 starts the run
     gc.enable()
     if not request.mode.is_run:
         return named(request.mode.function)(request, launcher)
@@ -120,7 +120,7 @@ def _main(argv: list[str], launcher: Launcher | None, announce: bool) -> int:
 
 
 def _base(given: str) -> Path:
-    """The config.yaml that `--config` names: itself, or the run folder it lies in."""
+    """Return the config.yaml that `--config` names, directly or by its run folder."""
     path = absolute(given)
     path = path / "config.yaml" if path.is_dir() else path
     if not path.is_file():
@@ -145,7 +145,7 @@ class _Parser(argparse.ArgumentParser):
         unknown = [w for w in message.split() if w.startswith("-")]
         flags = [f for action in self._actions for f in action.option_strings]
         hint = nearest(unknown[0], flags) if unknown else ""
-        raise UserError(f"{message}{hint or '; --help shows what there is'}")
+        raise UserError(f"{message}{hint or '; --help lists the options'}")
 
 
 def _parser() -> argparse.ArgumentParser:

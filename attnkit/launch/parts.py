@@ -1,4 +1,4 @@
-"""The parts of a module from the configuration, and a check of them before data is read."""
+"""Configurations of a module's parts, and a check of them before the data is read."""
 
 import inspect
 import logging
@@ -14,27 +14,27 @@ from attnkit.lightning.build.build import build
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule, untrained
 
-_FULL = {"_target_", "_partial_"}  # alone: finetune=full
-# What data say of themselves, twice: an error that names such a number is not the same one twice.
+_FULL = {"_target_", "_partial_"}  # the only keys of finetune=full
+# Two sets of fake facts of the data. An error that occurs with both does not depend on the data.
 _STAND_INS: tuple[dict[str, Any], ...] = (
     {"num_classes": 2, "in_channels": 3, "vocabulary_size": 11, "max_words": 7},
     {"num_classes": 5, "in_channels": 1, "vocabulary_size": 13, "max_words": 17},
 )
 _IMAGES = ({"image_size": 64, "patch_size": 8}, {"image_size": 224, "patch_size": 16})
-# They name such a number in their errors; of others a size is not guessed.
+# Models that name these sizes in their errors; for other models the image size is not guessed.
 _VITS = ("attnkit.ViT", "attnkit.interop.PretrainedViT")
 
 
 def module_parts(config: Mapping[str, Any], *, is_trained: bool = False) -> dict[str, Any]:
-    """The configurations of model, optimizer, … that a module's constructor is given.
+    """Return the configurations of model, optimizer, … for a module's constructor.
 
     Args:
-        config: of the run.
-        is_trained: whether weights of a checkpoint come next: none are then read for the model.
+        config: the configuration of the run.
+        is_trained: whether a checkpoint is loaded next, so that no pretrained weights are read.
     """
     parts = {key: config[key] for key in schema.PARTS if config.get(key)}
     if not {k for k, v in parts.get("finetune", {}).items() if v is not None} - _FULL:
-        parts.pop("finetune", None)  # everything is trained, as without it
+        parts.pop("finetune", None)  # everything is trained, as without a finetune node
     if "model" in parts:
         inner = {key: config[key] for key in schema.MODEL_PARTS if config.get(key)}
         parts["model"] = {**parts["model"], **inner}
@@ -44,11 +44,12 @@ def module_parts(config: Mapping[str, Any], *, is_trained: bool = False) -> dict
 
 
 def rehearse(config: Mapping[str, Any]) -> None:
-    """Make a module's parts once with stand-ins for the facts of the data, so that errors in them
-    are reported before thousands of images are read.
+    """Build a module's parts once with fake facts of the data.
+
+    Errors in the parts are thus reported before thousands of images are read.
 
     Raises:
-        UserError: they cannot be made, whatever the data say.
+        UserError: the parts can't be built, whatever the data are.
     """
     errors = []
     with isolate_rng(), _silent():
@@ -65,7 +66,7 @@ def rehearse(config: Mapping[str, Any]) -> None:
                 return
             except UserError as error:
                 errors.append(error)
-            except Exception:  # not about its arguments: it is met again where it can be told
+            except Exception:  # not about arguments; the real build raises and reports it again
                 return
     first, second = errors
     if str(first) == str(second):
@@ -75,12 +76,12 @@ def rehearse(config: Mapping[str, Any]) -> None:
 def _filled(
     config: Mapping[str, Any], numbers: Mapping[str, Any], images: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The parts without nulls that only the data know; None where one of them can't be guessed."""
+    """Return the parts with nulls replaced by fake facts; None if a null can't be guessed."""
     data = config.get("data") or {}
     is_vit = (config.get("model") or {}).get("_target_") in _VITS
     facts = {**numbers, **(images if is_vit else {}), "native": bool(data.get("native"))}
     facts |= {k: data[k] for k in ("image_size", "in_channels") if data.get(k) is not None}
-    if data.get("positions") is not None:  # of a graph's nodes
+    if data.get("positions") is not None:  # positional encodings of a graph's nodes
         facts["position_dim"] = data.get("position_dim")
     nodes = {key: deepcopy(config.get(key) or {}) for key in schema.FILLED if key != "module"}
     for key, node in nodes.items():
@@ -96,7 +97,7 @@ def _filled(
 
 
 def fill(node: dict[str, Any], facts: Mapping[str, Any]) -> None:
-    """Put facts where a configuration has a null."""
+    """Replace nulls of a configuration by the facts of the same name."""
     node.update({k: deepcopy(facts[k]) for k, v in node.items() if v is None and k in facts})
 
 

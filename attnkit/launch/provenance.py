@@ -1,7 +1,7 @@
-"""Where a run comes from: origin.json, with an entry for each time that it was started.
+"""origin.json: where a run comes from, with an entry for each start.
 
-Beside config.yaml, which says what is run, it says by which command, on which machine, in which
-versions, when, and of which date the ledger was that kernels were chosen by, if there was one.
+config.yaml says what is run. An entry says by which command, on which machine, with which versions
+and when, and gives the date of the ledger by which kernels were chosen, if there was one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def started(folder: Path, command: str, trainer: Trainer, from_data: list[str]) 
     """Add an entry for a run that starts now.
 
     Args:
-        folder: of the run.
-        command: as it was typed.
-        trainer: whose devices it uses.
-        from_data: keys of the configuration whose values the data gave.
+        folder: the run folder.
+        command: the command as it was typed.
+        trainer: the trainer, for its devices.
+        from_data: keys of the configuration whose values came from the data.
     """
     entry = {
         "command": command,
@@ -47,12 +47,12 @@ def started(folder: Path, command: str, trainer: Trainer, from_data: list[str]) 
         "attnkit_git": git_state(Path(__file__).parent),
     }
     content = load(folder)
-    found = sorted({*content.get("from_data", []), *from_data})
-    save_json(folder / ORIGIN, {"from_data": found, "starts": [*content.get("starts", []), entry]})
+    keys = sorted({*content.get("from_data", []), *from_data})
+    save_json(folder / ORIGIN, {"from_data": keys, "starts": [*content.get("starts", []), entry]})
 
 
 def ended(folder: Path, state: str) -> None:
-    """Note when and how the last start ended; nothing where there was none."""
+    """Record when and how the last start ended, if there was one."""
     content = load(folder)
     if starts := content.get("starts"):
         starts[-1] |= {"ended": _now(), "state": state}
@@ -60,24 +60,24 @@ def ended(folder: Path, state: str) -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """origin.json, or nothing."""
+    """Return the content of origin.json, or an empty dict."""
     return load_json(folder / ORIGIN)
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The revision of the repository around a folder, and whether tracked files differ from it.
+    """Return the revision of the repository around a folder, and whether tracked files differ.
 
-    None where that can't be told. The repository may be a stranger's, unpacked from an archive, and
-    its configuration names programs that `git status` runs: `core.fsmonitor`, filters of files,
-    what fetches missing objects. None of them is run here, in submodules neither, so that a file
-    which a filter changes (LFS) differs once it was written to.
+    The result is None if that is unknown. The repository may be untrusted (unpacked from an
+    archive), and its configuration may name programs that `git status` runs: `core.fsmonitor`, file
+    filters, helpers that fetch missing objects. None of them is run here, nor in submodules. A file
+    that a filter changes (LFS) therefore counts as different once it was written to.
     """
     revision = _git(folder, "rev-parse", "HEAD")
     if not revision:
         return None
     keys = _git(folder, "config", "--list", "--name-only", "-z")
     filters = [key for key in (keys or "").split("\0") if key.startswith("filter.")]
-    if keys is None or any("=" in key for key in filters):  # -c would take it for another key
+    if keys is None or any("=" in key for key in filters):  # -c would set another key
         return {"revision": revision, "dirty": None}
     off = [word for key in filters for word in ("-c", f"{key}=")]
     options = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")
@@ -99,13 +99,13 @@ def _git(folder: Path, *words: str) -> str | None:
 
 def _devices(trainer: Trainer) -> dict[str, Any]:
     device = trainer.strategy.root_device
-    found = {"kind": device.type, "processes": trainer.world_size, "cpus": os.cpu_count()}
+    facts = {"kind": device.type, "processes": trainer.world_size, "cpus": os.cpu_count()}
     if device.type == "cuda":
         torch = sys.modules["torch"]
-        found |= {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    from attnkit.core.kernels import ledger  # which needs torch, as what is above does not
+        facts |= {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    from attnkit.core.kernels import ledger  # imports torch, which this module does not
 
-    return found | {"ledger": ledger.known_of(device).date}
+    return facts | {"ledger": ledger.known_of(device).date}
 
 
 def _now() -> str:

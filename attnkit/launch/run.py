@@ -1,4 +1,4 @@
-"""One run from its configuration: its data and module, where it goes on from, what it leaves."""
+"""One run, built from its configuration: data, module, trainer, starting point and results."""
 
 from __future__ import annotations
 
@@ -37,24 +37,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PRETRAINED = ("name", "model_name", "pretrained", "weights")
-"""Arguments of networks that have weights to be pretrained with; of others nothing is known."""
+"""Arguments that choose pretrained weights. Nothing is known of the weights of other networks."""
 
 
 class Run:
     """A run: its configuration and folder, and the objects that its mode builds.
 
-    `carry_out` does the work, a function of this run that reads top-down: it makes trainer, data
-    and module, says that all is `ready`, and trains, tests or whatever it is for.
+    `carry_out` calls the function of the mode, which reads top-down: it makes trainer, data and
+    module, calls `ready`, and then trains, tests or does whatever else the mode is for.
 
     Attributes:
         config, folder: what is run, and where it writes.
-        data, module, trainer: known once they are made.
+        data, module, trainer: set once they are built.
 
     Args:
-        config: resolved. Nulls of `model` and `module` that the data decides are filled in.
-        alone: the checkpoint to test or predict with is all there is; `config` knows no sizes.
-        callbacks: names of those that were asked for on the command line.
-        on_ready: what `ready` is to do, with this run.
+        config: the resolved configuration. Nulls of `model` and `module` that the data decides are
+            filled in.
+        alone: whether the checkpoint to test or predict with has no run folder; `config` then has
+            no sizes.
+        callbacks: names of callbacks that the command line mentions.
+        on_ready: called by `ready` with this run.
     """
 
     data: LightningDataModule
@@ -75,10 +77,10 @@ class Run:
         self.alone = alone
         self.ended_by = ""
         self.from_data: list[str] = []
-        """Keys of the configuration that were null, or below a part `auto`, and that the data or
-        the weights gave."""
+        """Keys of the configuration that were null or below a part `auto`, and whose values came
+        from the data or the pretrained weights."""
         self.chosen: dict[str, Any] = {}
-        """Of these what is a choice: other values would do, too."""
+        """Those of them for which other values would work as well, with the value chosen."""
         self._asked = callbacks
         self._on_ready = on_ready
         self._started = time.perf_counter()
@@ -95,24 +97,24 @@ class Run:
             checkpoints.load(config["ckpt"], mmap=True)  # before anything is built or written
 
     def ready(self) -> None:
-        """To be called when all is built and nothing is written yet. It does not return where other
-        processes do the rest.
+        """Call `on_ready`, once everything is built and nothing is written yet.
 
-        The seconds of a run count from here, so that those of a sweep's trials compare: only the
-        first of them imports, and decodes what all share.
+        It does not return if other processes carry out the rest. The seconds of a run are counted
+        from here, so that trials of a sweep are comparable: only the first one imports packages and
+        decodes the images that all share.
         """
-        self._before = self._seconds_before()  # now: training replaces the checkpoint
+        self._before = self._seconds_before()  # before training replaces the checkpoint
         self._started = time.perf_counter()
         self._on_ready(self)
 
     # --- building ---
 
     def make_data(self) -> LightningDataModule:
-        """The data; what it knows of itself (image_size, …) goes to nulls of the module.
+        """Build the data, and fill nulls of the module with its facts (image_size, …).
 
-        Before it, what pretrained weights were trained on goes to nulls of the data and the module.
+        Facts of pretrained weights fill nulls of the data and the module before that.
         """
-        left_open = set(self._nulls())
+        nulls = set(self._nulls())
         self._follow_weights()
         self.make_own_data()
         nodes = [self.config.get(key) or {} for key in schema.FILLED]
@@ -133,25 +135,25 @@ class Run:
             for key, chosen in choices.items():
                 self.config["data"][key].update(chosen)
                 self.chosen |= {f"data.{key}.{name}": value for name, value in chosen.items()}
-        self.from_data = sorted((left_open - {*self._nulls()}) | {*self.chosen})
+        self.from_data = sorted((nulls - {*self._nulls()}) | {*self.chosen})
         return self.data
 
     def _nulls(self) -> Iterator[str]:
-        """Keys of the data, the module and its model that are to be filled in."""
+        """Yield the keys of the data, the module and its model that are null."""
         for part in ("data", *schema.FILLED):
             for key, value in (self.config.get(part) or {}).items():
                 if value is None:
                     yield f"{part}.{key}"
 
     def _describer(self) -> Callable[[], Mapping[str, Any]] | None:
-        """The object that describes the data to the model: the data, else the module's class."""
+        """Return the function that gives facts of the data: the data's, else the module class's."""
         if isinstance(self.data, DescribedData):
             return self.data.describe
         look = getattr(self._module_class(), "describe_data", None)
         return partial(look, self.data) if look else None
 
     def make_predict_data(self, module: LightningModule) -> LightningDataModule:
-        """The data of `predict`, its nulls filled in from the trained module; else `data`."""
+        """Build the data of `predict`, its nulls filled from the trained module, or else `data`."""
         node = self.config["predict"]
         if takes_images(node):
             facts = {k: getattr(module, k, None) for k, v in node.items() if v is None}
@@ -165,7 +167,7 @@ class Run:
         return self.data
 
     def make_own_data(self) -> LightningDataModule:
-        """The run's own data; of a trained module, which knows what it was made for."""
+        """Build the run's own data, without giving its facts to the module."""
         data = build(self.config["data"], at="data")
         if not isinstance(data, LightningDataModule):
             raise UserError(f"data: {self.config['data']['_target_']} is not a LightningDataModule")
@@ -173,7 +175,8 @@ class Run:
         return data
 
     def _follow_weights(self) -> None:
-        if self._is_trained:  # it knows it all
+        """Fill nulls of model, data and module with facts of pretrained weights."""
+        if self._is_trained:  # the checkpoint has these facts
             return
         nodes = {key: self.config.get(key) or {} for key in ("model", *schema.MODEL_PARTS)}
         nodes = {k: n for k, n in nodes.items() if any(n.get(name) for name in _PRETRAINED)}
@@ -190,7 +193,7 @@ class Run:
                 raise UserError(f"{key}.{error}") from error
             fill(node, {name: found[name] for name in OF_MODEL if name in found})
             if found and self.config.get("init"):
-                raise UserError(f"init: not together with pretrained weights of {key}: one of them")
+                raise UserError(f"init: not together with pretrained weights of {key}; give one")
             facts |= found
         if self.config.get("init"):
             facts |= trained_on(self.config["init"])
@@ -198,12 +201,12 @@ class Run:
         of_data = (*OF_DATA, "patch_size") if data.get("native") else OF_DATA
         fill(data, {key: facts[key] for key in of_data if key in facts})
         means: dict[str, Any] = {key: facts[key] for key in ("mean", "std") if key in facts}
-        if data.get("in_channels") == 1:  # of grey images the colours are equal
+        if data.get("in_channels") == 1:  # in grey images all colours are equal
             means = {key: [sum(values) / len(values)] for key, values in means.items()}
         fill(module, means)
 
     def make_module(self) -> LightningModule:
-        """The module; its first weights depend on the seed only, not on what the data has drawn."""
+        """Build the module. Its initial weights depend on the seed only, not on the data."""
         self._seed()
         self.module = self._loaded_module() if self.alone else self._new_module()
         mode = self.config["compile"]
@@ -214,7 +217,7 @@ class Run:
         return self.module
 
     def restore(self, ckpt: str | None = None) -> None:
-        """Give the module the weights of a checkpoint; None: of `ckpt`, if it has not got them."""
+        """Load weights into the module from a checkpoint; None: from `ckpt`, if still necessary."""
         ckpt = ckpt or self.ckpt
         if ckpt is not None:
             checkpoint = checkpoints.load(ckpt)
@@ -222,7 +225,7 @@ class Run:
             checkpoints.loaded(partial(self.module.load_state_dict, checkpoint["state_dict"]), ckpt)
 
     def make_trainer(self) -> Trainer:
-        """The trainer, with the callbacks and loggers that take part."""
+        """Build the trainer, with the callbacks and loggers that take part."""
         self.trainer = make_trainer(self.config, self.mode, self._asked)
         return self.trainer
 
@@ -231,13 +234,12 @@ class Run:
         return build(node, at="module").func
 
     def _new_module(self) -> LightningModule:
-        """With those of model, optimizer and scheduler that the configuration has."""
+        """Build the module with the model, optimizer and scheduler of the configuration."""
         node = self.config["module"]
         make = build({**node, "_partial_": True}, at="module")
-        # of a checkpoint the weights come next
         parts = module_parts(self.config, is_trained=self._is_trained)
-        # attnkit's modules build their parts themselves, so that a checkpoint knows how; others get
-        # objects.
+        # attnkit's modules take configurations of their parts, which checkpoints then contain;
+        # other modules take objects.
         if not (isinstance(make.func, type) and issubclass(make.func, TaskModule)):
             parts = {
                 key: build(part if key == "model" else {**part, "_partial_": True}, at=key)
@@ -258,7 +260,7 @@ class Run:
         return module
 
     def _loaded_module(self) -> LightningModule:
-        """What the checkpoint holds, built as it was saved."""
+        """Return the module of the checkpoint, built as it was saved."""
         ckpt, cls = self.config["ckpt"], self._module_class()
         parameters = inspect.signature(cls).parameters
         held = checkpoints.load(ckpt, mmap=True).get("hyper_parameters", {})
@@ -268,16 +270,16 @@ class Run:
             raise UserError(
                 f"ckpt: {ckpt} is not a checkpoint of task={task}: {cls.__name__} has no "
                 f"{unknown[0]}\n"
-                "  give the task it was trained with, task=…; in its run folder it needs none"
+                "  give the task it was trained with: task=…; inside a run folder it is known"
             )
         load = partial(cls.load_from_checkpoint, ckpt, map_location="cpu", weights_only=True)
         return checkpoints.loaded(load, ckpt, (AttributeError, LookupError, TypeError, ValueError))
 
-    # --- what is known then ---
+    # --- properties ---
 
     @property
     def _is_trained(self) -> bool:
-        """Whether a checkpoint has the module's weights."""
+        """Whether the module's weights come from a checkpoint."""
         return bool(self.start or self.config["ckpt"])
 
     @property
@@ -304,18 +306,19 @@ class Run:
     def explain(
         self, num_images: int = 8, *, graph: int | None = None, **options: Any
     ) -> Explanation:
-        """`attnkit.explain` of the first test data, or of a node or a pair of nodes by `index`;
-        images of several sizes are brought to one.
+        """Explain the first test data, or a node or a pair of nodes by `index`.
+
+        Images of different sizes are resized to one size.
 
         Args:
-            num_images: how many images at most, from each class in turn.
-            graph: of many graphs the number of the one to explain; None: the first of the
-                test data's first class.
-            options: of `attnkit.explain`.
+            num_images: the largest number of images, taken from each class in turn.
+            graph: the number of the graph to explain, for data of many graphs; None: the first one
+                of the first class in the test data.
+            options: arguments of `attnkit.explain`.
 
         Raises:
-            UserError: the module does not say what is explained of a batch.
-            ValueError, TypeError: as `attnkit.explain`, or a graph of data without several.
+            UserError: the module does not define what is explained.
+            ValueError, TypeError: as `attnkit.explain`; or `graph` was given for other data.
         """
         from attnkit.interpret.explain import explain
         from attnkit.launch.modes.explain import chosen, explained_of
@@ -329,7 +332,7 @@ class Run:
         return explain(given.model, inputs, **options)
 
     def loaded(self, function: Callable[..., Any], **arguments: Any) -> Any:
-        """Call a function of the trainer that loads the checkpoint; only plain data is read."""
+        """Call a function of the trainer that loads the checkpoint, with `weights_only=True`."""
         call = partial(function, self.module, datamodule=self.data, weights_only=True, **arguments)
         wrong = () if self.mode.trains else (KeyError,)
         return checkpoints.loaded(call, arguments.get("ckpt_path"), wrong)
@@ -337,7 +340,7 @@ class Run:
     # --- running ---
 
     def carry_out(self) -> None:
-        """Do the work; its figures go to results.json, and that it is done to state.json."""
+        """Run the mode's function; write its numbers to results.json and `done` to state.json."""
         done = False
         try:
             figures: dict[str, float] = self._work()
@@ -352,7 +355,7 @@ class Run:
             folders.save_state(self.folder, folders.DONE, ended_by=self.ended_by, **progress)
 
     def save(self, figures: Mapping[str, float]) -> None:
-        """Add figures to results.json."""
+        """Add numbers to results.json."""
         if self.trainer.is_global_zero:
             seconds = round(self._before + time.perf_counter() - self._started, 2)
             known = {**folders.load_results(self.folder), **figures}
@@ -368,7 +371,7 @@ class Run:
                 raise KeyboardInterrupt from None
             raise
         except (MisconfigurationException, RuntimeError) as error:
-            trainer = getattr(self, "trainer", None)  # the data may fail before there is one
+            trainer = getattr(self, "trainer", None)  # the error may come before it is built
             if trainer is not None and (about_monitor := unlogged(error, trainer)):
                 raise about_monitor from error
             if not isinstance(error, MisconfigurationException):
@@ -379,7 +382,7 @@ class Run:
         lightning.seed_everything(self.config["seed"], workers=True, verbose=False)
 
     def _seconds_before(self) -> float:
-        """What the run had taken until the checkpoint it goes on from."""
+        """Return the seconds that the run had taken up to the checkpoint it continues from."""
         if self.start is None:
             return 0.0
         states = checkpoints.load(self.start, mmap=True).get("callbacks", {})

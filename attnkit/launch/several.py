@@ -1,7 +1,7 @@
-"""Does what was decided: folders, seeds, processes, results. Knows neither Hydra nor a task.
+"""Carries out a job: its folders, seeds, processes and results. Knows neither Hydra nor a task.
 
-Training that runs out of memory is tried again with half the batch and twice the accumulation, from
-the last checkpoint.
+Training that runs out of memory is repeated from the last checkpoint, with half the batch size and
+twice the gradient accumulation.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 if TYPE_CHECKING:
     from attnkit.launch.run import Run
 
-# Results that differ between seeds by chance; those get a spread.
+# Prefixes of results that vary with the seed and therefore get a standard deviation.
 SPREAD = ("test/", "val/")
 
-MOST = 3  # times that a batch is halved
+MOST = 3  # how often a batch is halved at most
 OOM_RETRIES = "oom_retries"  # in results.json
 
-_CLOCKS = {"max_time", "minutes"}  # arguments of the trainer by which time ends it
+_CLOCKS = {"max_time", "minutes"}  # arguments of the trainer that limit its time
 
-# Arguments of the trainer that count batches, where they are whole numbers.
+# Arguments of the trainer that count batches if they are whole numbers.
 _BATCHES = (
     "limit_batches", "limit_train_batches", "limit_val_batches", "limit_test_batches",
     "limit_predict_batches", "overfit_batches", "val_check_interval",
@@ -44,18 +44,18 @@ _BATCHES = (
 
 
 def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
-    """Run a job and print its tables; nothing is left of one that can't be built.
+    """Run a job and print its tables; a job that can't be built leaves nothing behind.
 
     Returns:
-        the last run that was carried out in this process; None where ranks did, or the job was
-        finished before.
+        the last run, if it was carried out in this process; None if ranks carried it out, or the
+        job was finished before.
     """
     over = (_is_over(config, job.changes) for config in job.runs)
     if job.resumed and folders.is_finished(job.folder) and all(over):
         _say_finished(job)
         return None
     run: Run | None = None
-    with _run_folder(job):  # whether it is free is known before torch is
+    with _run_folder(job):  # refuses a folder in use before torch is imported
         from attnkit.launch import console
         from attnkit.lightning.build.build import allowing
 
@@ -68,7 +68,7 @@ def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
                         run = None
                         continue
                     console.say(folder.name.replace("_", " "))
-                run = None  # with its model, before the next one is built
+                run = None  # frees its model before the next one is built
                 with _held(job, folder):
                     run = _run_one(job, config, launcher)
             console.final(job, _summarise(job))
@@ -80,7 +80,7 @@ def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
 def _run_folder(job: Job) -> Iterator[None]:
     """Lock the folder against other processes; remove it if the command produced nothing."""
     made = folders.absent(job.folder)
-    # a trial's folder has its output already
+    # a trial's folder already holds its output
     is_new = folders.is_bare if job.trial else folders.is_empty
     kept = job.resumed or (job.trial and not is_new(job.folder))
     folder = folders.create(job.folder, fresh=job.fresh)
@@ -98,7 +98,7 @@ def _run_folder(job: Job) -> Iterator[None]:
             state = folders.STOPPED if stopped else folders.FAILED
             wanted = job.begun and not isinstance(error, UserError)
             if stopped and not job.mode.trains:
-                # nothing goes on there: the same command is to find the folder free
+                # it can't be resumed, so the same command must find the folder free
                 wanted = not folders.is_bare(folder)
             if not kept and not wanted:
                 folders.take_back(folder, made)
@@ -112,7 +112,7 @@ def _run_folder(job: Job) -> Iterator[None]:
 
 @contextmanager
 def _held(job: Job, folder: Path) -> Iterator[None]:
-    """The folder, while no other process runs in it."""
+    """Hold the lock of a run folder; refuse a folder in which another process runs."""
     lock = folder / folders.LOCK
     with locked(lock) as mine:
         if not mine:
@@ -122,10 +122,10 @@ def _held(job: Job, folder: Path) -> Iterator[None]:
 
 
 def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run | None:
-    """One run; when its training runs out of memory, again with smaller batches.
+    """Carry out one run; if its training runs out of memory, repeat it with smaller batches.
 
     Returns:
-        the run; None where ranks carried it out.
+        the run; None if ranks carried it out.
     """
     from attnkit.launch import console
 
@@ -133,12 +133,12 @@ def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run
         try:
             return _start(job, config, launcher)
         except OutOfMemory as error:
-            if launcher:  # whose ranks have ended, and only it could start them again
+            if launcher:  # the ranks have ended, and only the launcher could start them again
                 raise RunError(
-                    f"out of memory: {error}\n  under {launcher.name} not tried again; smaller: "
-                    "data.batch_size, with trainer.accumulate_grad_batches"
+                    f"out of memory: {error}\n  not repeated under {launcher.name}; use a smaller "
+                    "data.batch_size and a larger trainer.accumulate_grad_batches"
                 ) from None
-            why = str(error)  # the error itself holds the tensors of the step
+            why = str(error)  # the error itself keeps the tensors of the step alive
         gc.collect()
         torch = sys.modules["torch"]
         if torch.cuda.is_available():
@@ -146,14 +146,14 @@ def _run_one(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run
         folder = Path(config["run_dir"])
         results = folders.load_results(folder)
         tries = int(results.get(OOM_RETRIES, 0))
-        config, said = smaller(folders.load_config(folder), tries, why)
-        console.say(said)
+        config, message = smaller(folders.load_config(folder), tries, why)
+        console.say(message)
         folders.save_results(folder, {**results, OOM_RETRIES: tries + 1})
         folders.save_config(folder, config)
 
 
 class _InRanks(Exception):
-    """Processes of their own are to carry out a run that was built in this one."""
+    """Raised when ranks in processes of their own must carry out a run that was built here."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -161,7 +161,7 @@ class _InRanks(Exception):
 
 
 def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run | None:
-    """One attempt at a run, in this process or in ranks of its own."""
+    """Attempt a run once, in this process or in ranks of its own."""
     from attnkit.launch.run import Run
 
     run: Run | None = None
@@ -195,7 +195,7 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run |
 
 
 def _begin(job: Job, launcher: Launcher | None, run: Run) -> None:
-    """Write and print what runs, once all its objects are built."""
+    """Write the configuration and print the header of a run, once all its objects are built."""
     from attnkit.launch import console
     from attnkit.lightning._private import starts_processes
 
@@ -221,19 +221,19 @@ def _begin(job: Job, launcher: Launcher | None, run: Run) -> None:
     if run.start:
         console.say(f"from {run.start}: {run.newest.why}")
     job.begun = True
-    if starts_processes(trainer):  # which must not start from this one
+    if starts_processes(trainer):  # start_ranks does it instead of Lightning
         raise _InRanks(trainer.num_devices)
     if launcher:
         launcher.tell(run_dir=str(run.folder), log=str(job.folder))
 
 
 def _is_over(config: dict[str, Any], changes: Sequence[str]) -> bool:
-    """Whether a run came to its end, and its configuration asks for no more since."""
+    """Return whether a run is finished and its configuration asks for no more training."""
     folder = Path(config["run_dir"])
     if not folders.is_finished(folder):
         return False
     state, trainer = folders.load_state(folder), config.get("trainer") or {}
-    if state.get("ended_by") == "callback":  # which may want more once it is changed
+    if state.get("ended_by") == "callback":  # a changed callback may allow more training
         return not any(change.lstrip("+~").startswith("callbacks") for change in changes)
     if (limit := state.get("ended_by")) in _CLOCKS:
         before = folders.load_config(folder).get("trainer") or {}
@@ -241,7 +241,7 @@ def _is_over(config: dict[str, Any], changes: Sequence[str]) -> bool:
     for limit, done in (("max_steps", "steps"), ("max_epochs", "epochs")):
         asked = trainer.get(limit)
         if limit == "max_epochs" and state.get("ended_by") == "max_steps":
-            continue  # its last epoch may have been broken off, and is counted
+            continue  # the last epoch is counted, although it may be incomplete
         if asked is not None and 0 < asked <= state.get(done, asked):
             return True
     return trainer.get("max_epochs") is None
@@ -254,7 +254,7 @@ def _say_finished(job: Job) -> None:
     print(f"finished already: {job.folder}\n  {figures}")
     ends = {folders.load_state(Path(c["run_dir"])).get("ended_by", "") for c in job.runs}
     if "callback" in ends:
-        print("  a callback ended it; to train longer, change that: callbacks.…")
+        print("  a callback ended it; to train longer, change its settings: callbacks.…")
     elif clock := ends & _CLOCKS:
         name = f"trainer.{clock.pop()}"
         print(f"  {name} ended it; to train longer: {name}=null, or a longer one")
@@ -264,7 +264,7 @@ def _say_finished(job: Job) -> None:
 
 
 def _summarise(job: Job) -> dict[str, float]:
-    """results.json of the job: of several seeds, the means and standard deviations."""
+    """Write and return the job's results.json: over several runs, means and deviations."""
     parts = [folders.load_results(Path(config["run_dir"])) for config in job.runs]
     shared = set.intersection(*map(set, parts))
     results: dict[str, float] = {}
@@ -284,19 +284,17 @@ def _summarise(job: Job) -> dict[str, float]:
 
 
 def smaller(config: Mapping[str, Any], tries: int, why: str) -> tuple[dict[str, Any], str]:
-    """The configuration with half the batch, and in words what it changes.
+    """Return the configuration with half the batch size, and a message that describes the change.
 
-    An odd batch is rounded down, so that the effective batch is a little smaller.
-
-    The effective batch stays as it was, and with it the number of optimizer steps and the schedule.
-    A batch norm sees the smaller batches.
+    The effective batch size, the number of optimizer steps and the schedule stay the same; only an
+    odd batch size is rounded down. Batch normalization sees the smaller batches.
 
     Args:
         tries: how often the batch was halved before.
-        why: what the allocator said.
+        why: the message of the allocator.
 
     Raises:
-        RunError: there is nothing to halve, or it did not help `MOST` times.
+        RunError: there is no batch to halve, or halving it `MOST` times did not help.
     """
     data, trainer = dict(config.get("data") or {}), dict(config.get("trainer") or {})
     batch, accumulated = data.get("batch_size"), trainer.get("accumulate_grad_batches") or 1
@@ -314,10 +312,10 @@ def smaller(config: Mapping[str, Any], tries: int, why: str) -> tuple[dict[str, 
     data["batch_size"] = batch // 2
     trainer["accumulate_grad_batches"] = 2 * accumulated
     trainer |= {k: 2 * trainer[k] for k in _BATCHES if type(trainer.get(k)) is int}
-    said = (
+    message = (
         f"out of memory with batches of {batch}: again with {batch // 2}, "
-        f"{2 * accumulated} to a step (trainer.oom_retry=false: not)"
+        f"{2 * accumulated} to a step (trainer.oom_retry=false turns this off)"
     )
     if batch % 2:
-        said += f"; a step has {batch // 2 * 2 * accumulated} instead of {batch * accumulated}"
-    return {**config, "data": data, "trainer": trainer}, said
+        message += f"; a step has {batch // 2 * 2 * accumulated} instead of {batch * accumulated}"
+    return {**config, "data": data, "trainer": trainer}, message

@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 (pre-emption) wherever no fit defers them: a clean end.
+"""A clean end on Ctrl-C, SIGTERM and SIGUSR1 (pre-emption), where no fit defers these signals.
 
-Only a process of attnkit's own takes them over; in a script or a test they stay as they are.
+Only processes that run attnkit's command handle them; scripts and tests keep their own handlers.
 """
 
 import os
@@ -18,29 +18,29 @@ _received: list[int] = []
 
 
 def end_on_signals(*, acknowledge: bool = False) -> None:
-    """From now on these signals raise `StoppedBySignal` in the main thread of this process.
+    """Make these signals raise `StoppedBySignal` in the main thread of this process.
 
     Args:
-        acknowledge: say so at once: what is broken off may take seconds to end.
+        acknowledge: print the signal at once, since the interrupted work may take seconds to end.
     """
     owner = os.getpid()
     once = Once()
     report = sys.unraisablehook
 
     def stop(signum: int, _: FrameType | None) -> None:
-        if os.getpid() != owner:  # a forked worker: who forked it ends it, and says so
+        if os.getpid() != owner:  # a forked worker: its parent ends it and reports the signal
             if signum == signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
         elif once.is_new():
             _received.append(signum)
-            if acknowledge:  # print is not for a signal handler
+            if acknowledge:  # print is not safe in a signal handler
                 os.write(2, f"\n{signal.Signals(signum).name}: stopping\n".encode())
             raise StoppedBySignal(signum)
 
     def again(lost: "sys.UnraisableHookArgs") -> None:
-        # In a destructor or a weak reference's callback (imports are full of them) nothing can be
-        # raised: a moment later, elsewhere.
+        # An exception in a destructor or in a weak reference's callback (imports are full of them)
+        # is lost. Sending the signal again a moment later raises it elsewhere.
         if isinstance(lost.exc_value, StoppedBySignal):
             once.forget()
             threading.Timer(0.05, os.kill, (owner, lost.exc_value.signum)).start()
@@ -53,19 +53,19 @@ def end_on_signals(*, acknowledge: bool = False) -> None:
 
 
 def raise_received() -> None:
-    """Raise a signal that was raised before, if any: some code swallows whatever it sees."""
+    """Raise a received signal again, if there was one: some code swallows all exceptions."""
     if _received:
         raise StoppedBySignal(_received[0])
 
 
 def ignore_signals() -> None:
-    """Only exiting is left, with the exit code that is known by now."""
+    """Ignore these signals, since only exiting with a known exit code is left to do."""
     handle(signal.SIG_IGN)
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """A process started here gets these signals once it calls `end_on_signals`, none before."""
+    """Block these signals for processes started in the block until they call `end_on_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The trainer of a run from its configuration, with the callbacks and loggers that take part."""
+"""Builds the trainer of a run, with the callbacks and loggers that take part."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _HOOKS = {
 
 
 class Elapsed(Timer):
-    """Lightning's timer under a name of its own: a checkpoint has the time until it was written."""
+    """Lightning's timer under its own name; a checkpoint stores the time until it was written."""
 
 
 def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] = ()) -> Trainer:
-    """What `trainer`, `callbacks` and `logger` describe, as far as this mode uses them.
+    """Return the trainer that `trainer`, `callbacks` and `logger` describe, as the mode uses them.
 
     Args:
-        asked: names of callbacks that were asked for on the command line; one that takes no part in
-            this mode is refused.
+        asked: names of callbacks that the command line mentions; one that takes no part in this
+            mode is refused.
 
     Raises:
-        UserError: one of them is wrong.
+        UserError: one of these settings is wrong.
     """
     if "trainer" not in mode.uses:
         return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
@@ -65,7 +65,7 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
         reason = f": it has no hook of {mode.stage}" if mode.stage else ""
         raise UserError(f"callbacks.{name}: {target} has no effect in run={mode.name}{reason}")
     callbacks = [callback for name, callback in named.items() if name not in idle]
-    callbacks.sort(key=lambda c: isinstance(c, LastCheckpoint))  # it saves the state of the others
+    callbacks.sort(key=lambda c: isinstance(c, LastCheckpoint))  # last: it saves the others' state
     shown = arguments.pop("enable_progress_bar", None)
     if shown is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
@@ -76,7 +76,7 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
     if minutes is not None:
         from attnkit.lightning.callbacks.minutes import Minutes
 
-        callbacks.insert(0, Minutes(minutes))  # the others see how many epochs there are
+        callbacks.insert(0, Minutes(minutes))  # first: it sets the number of epochs
     loggers = _built(Logger, "logger", config["logger"] if "logger" in mode.uses else {})
     try:
         trainer = Trainer(
@@ -88,20 +88,20 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
             enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
             enable_progress_bar=shown,
         )
-    except Exception as error:  # Lightning's of all kinds, all about these arguments
+    except Exception as error:  # Lightning raises many types, all about these arguments
         raise UserError(f"trainer: {first_line(error)}") from error
-    if mode.trains:  # not before: Lightning ignores max_time where a Timer is given
+    if mode.trains:  # inserted afterwards, since Lightning ignores max_time if it is given a Timer
         trainer.callbacks.insert(0, Elapsed())  # type: ignore[attr-defined]
     if timeout is not None:
         set_timeout(trainer, timedelta(seconds=timeout))
-    # Lightning's answer to SIGTERM is a broadcast inside the handler and exit code 0; ours
-    # are the callback SaveOnSignal in fit, and launch/signals.py.
+    # On SIGTERM, Lightning broadcasts inside the signal handler and exits with code 0. The callback
+    # SaveOnSignal (during fit) and launch/signals.py (otherwise) handle it instead.
     replace_signal_handling(trainer, raise_received)
     return trainer
 
 
 def _own(config: Mapping[str, Any], mode: Mode) -> dict[str, Callback]:
-    """Callbacks that a run brings itself; null for the name of one leaves it out."""
+    """Return the callbacks that every run has; null for a name leaves that callback out."""
     given = config.get("callbacks")
     if given is None or not mode.stage:
         return {}
@@ -120,10 +120,10 @@ def _distills(config: Mapping[str, Any], mode: Mode) -> bool:
 
 
 def takes_part(callback: type[Callback], stage: str) -> bool:
-    """Whether a callback does anything in a stage, by the hooks that it and its bases write.
+    """Return whether a callback does anything in a stage, by the hooks that its classes define.
 
-    One without a hook of any stage (it has `setup`, say), and one that reads checkpoints, takes
-    part in all. Where there is no stage, as in a benchmark, only averages of weights do.
+    A callback without hooks of any stage (only `setup`, say), and one that reads checkpoints, takes
+    part in all stages. Without a stage, as in a benchmark, only weight averaging takes part.
     """
     if not stage:
         return issubclass(callback, WeightAveraging)
@@ -137,7 +137,7 @@ _PLAIN = (Callback, *Callback.__mro__)
 
 
 def _built(kind: type, at: str, nodes: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The objects of a collection, each of the kind that belongs there."""
+    """Build the objects of a collection, and check that each is of the expected kind."""
     built = {}
     for name, node in (nodes or {}).items():
         if node:

@@ -1,6 +1,8 @@
-"""Graphs: `NodeClassification` and `NodeValues` learn the nodes of the one graph that a
-`GraphDataModule` reads, or of the many of a `GraphsDataModule`; `LinkPrediction` learns the edges
-of the one; `GraphClassification` and `GraphValues` learn whole graphs of the many."""
+"""Tasks on graphs. `GraphDataModule` reads one graph, and `GraphsDataModule` reads many.
+
+`NodeClassification` and `NodeValues` predict nodes of either; `LinkPrediction` predicts edges of
+one graph; `GraphClassification` and `GraphValues` predict whole graphs.
+"""
 
 from attnkit.lightning.resume.sampler import EpochSampler as EpochSampler
 from attnkit.tasks.graphs.data import FullGraph as FullGraph

@@ -1,4 +1,4 @@
-"""Whether a graph is as described; a message names what is not."""
+"""Checks that a graph has the expected form; error messages name what is wrong."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations, islice
@@ -11,11 +11,11 @@ from torch_geometric.data import Data
 from attnkit.lightning.errors import UserError
 
 Target = Literal["classes", "labels", "numbers"]
-"""What y is: a class each, several labels of 0 or 1, or numbers."""
+"""The kind of y: one class, several labels of 0 or 1, or several numbers."""
 SPLITS = ("train", "val", "test")
-CARRIED = ("edge_attr", "edge_weight")  # of edges, as PyG calls it
-SHOWN = 5  # classes in a warning
-CHECKED = 2**24  # numbers that are looked at at a time
+CARRIED = ("edge_attr", "edge_weight")  # attributes of edges, as PyG names them
+SHOWN = 5  # classes listed in a warning
+CHECKED = 2**24  # numbers that are checked at a time
 
 
 def checked(
@@ -25,13 +25,19 @@ def checked(
     predicts: bool = False,
     label_of: Callable[[int], str] = "data: node {}".format,
 ) -> Data:
-    """The graph with y as `node_targets` gives it and masks [nodes, splits], and where edges carry
-    something, edge_attr [edges, channels] and edge_weight [edges]; a `UserError` if it is wrong.
+    """Return the graph in a uniform form, after checking it.
+
+    y is as `node_targets` returns it, masks are [nodes, splits], and attributes of edges, if there
+    are any, are edge_attr [edges, channels] and edge_weight [edges].
 
     Args:
-        target: what y is.
-        predicts: y and masks are not needed: without them there are none.
-        label_of: where y of a node is, for a message.
+        data: the graph as loaded.
+        target: the kind of y.
+        predicts: whether y and masks may be missing; placeholders then replace them.
+        label_of: returns where the label of a node is written, for messages.
+
+    Raises:
+        UserError: the graph does not have this form.
     """
     if not isinstance(data, Data):
         kind = type(data).__name__
@@ -94,12 +100,17 @@ def checked(
 def node_targets(
     y: Tensor, target: Target, count: int, where: str, place_of: Callable[[int], str]
 ) -> Tensor:
-    """y of the nodes of a graph: of classes integers [nodes], else float32 [nodes, outputs].
+    """Return y of a graph's nodes: for classes integers [nodes], else float32 [nodes, outputs].
 
     Args:
-        count: of the nodes.
-        where: the graph, for a message.
-        place_of: likewise a node.
+        y: as loaded.
+        target: the kind of y.
+        count: number of nodes.
+        where: the name of the graph, for messages.
+        place_of: returns where a node is written, for messages.
+
+    Raises:
+        UserError: y has another form.
     """
     got = f"got {y.dtype} {list(y.shape)}"
     if target == "classes":
@@ -117,7 +128,7 @@ def node_targets(
 
 
 def checked_values(rows: Tensor, target: Target, place_of: Callable[[int], str]) -> Tensor:
-    """Labels or numbers [rows, outputs]; a `UserError` names the first row of another value."""
+    """Return labels or numbers [rows, outputs]; raise a `UserError` at the first wrong value."""
     wrong = rows.isinf()
     if target == "labels":
         wrong = ~(rows.isnan() | (rows == 0) | (rows == 1))
@@ -130,18 +141,19 @@ def checked_values(rows: Tensor, target: Target, place_of: Callable[[int], str])
 
 
 def has_target(y: Tensor) -> Tensor:
-    """bool [rows]: of which the class, or one of the labels or numbers, is known."""
+    """Return bool [rows]: whether the class, or at least one label or number, is known."""
     known = ~y.isnan() if y.is_floating_point() else y >= 0
     return known if known.ndim == 1 else known.any(dim=1)
 
 
 def check_training(y: Tensor, target: Target, names: Sequence[str], kind: str) -> None:
-    """UserError if no row of labels or numbers to train on has a value of one of them.
+    """Raise a `UserError` if a label or number is unknown in all rows to train on.
 
     Args:
-        y: [rows, outputs], to train on.
-        names: of the outputs; none: their numbers.
-        kind: of the rows: "node" or "graph".
+        y: [rows, outputs] of the rows to train on.
+        target: the kind of y.
+        names: names of the outputs; if empty, their numbers are used.
+        kind: what a row is: "node" or "graph".
     """
     for place, is_empty in enumerate(y.isnan().all(dim=0).tolist()):
         if is_empty:
@@ -150,7 +162,7 @@ def check_training(y: Tensor, target: Target, names: Sequence[str], kind: str) -
 
 
 def check_finite(x: Tensor, place_of: Callable[[int], str]) -> None:
-    """Names the first feature that is not finite; a part of them is looked at at a time."""
+    """Raise a `UserError` at the first feature that is not finite, checking part by part."""
     sparse = None if x.layout == torch.strided else x.to_sparse_coo().coalesce()
     values = x if sparse is None else sparse.values()
     rows = max(1, CHECKED * max(1, len(values)) // max(1, values.numel()))
@@ -168,7 +180,7 @@ def check_finite(x: Tensor, place_of: Callable[[int], str]) -> None:
 
 
 def oddities_of(data: Data) -> list[str]:
-    """What can be trained on and is seldom meant."""
+    """Return warnings about properties of a graph that are allowed but seldom intended."""
     found = []
     for one, other in combinations(SPLITS, 2):
         both = (data[f"{one}_mask"] & data[f"{other}_mask"]).nonzero().flatten()
@@ -182,7 +194,7 @@ def oddities_of(data: Data) -> list[str]:
 
 
 def _odd_classes(data: Data) -> list[str]:
-    """Classes without nodes, or without nodes to train on."""
+    """Return warnings about classes without nodes, or without nodes to train on."""
     found = []
     used = torch.stack([data[f"{split}_mask"] for split in SPLITS]).any(dim=0)
     seen = data.y[data.train_mask].unique()
@@ -197,5 +209,5 @@ def _odd_classes(data: Data) -> list[str]:
 
 
 def _some(classes: list[int]) -> str:
-    """The first few."""
+    """Return the first few classes as text."""
     return ", ".join(map(str, classes[:SHOWN])) + (", …" if len(classes) > SHOWN else "")

@@ -1,4 +1,4 @@
-"""Data modules of one graph, whose nodes are learned; users subclass `GraphDataModule`."""
+"""Base class of data modules of one graph, for tasks on its nodes or links."""
 
 import warnings
 from abc import abstractmethod
@@ -43,43 +43,43 @@ from attnkit.tasks.graphs.splits import are_alike, node_keys
 from attnkit.tasks.loaders import is_limited, loader_options, make_loader
 from attnkit.tasks.summary import class_lines, outputs_text, split_line
 
-SPARSE = 0.1  # share of numbers that are not 0, below which features are better kept so
+SPARSE = 0.1  # features with a smaller share of nonzero numbers are kept sparse
 
 
 class GraphDataModule(DescribedGraphs):
-    """One graph with something to learn of each node; a subclass reads it in `load()`.
+    """Data module of one graph with a target for each node; a subclass reads it in `load()`.
 
     A batch is a `torch_geometric.data.Data` with x [nodes, in_channels], edge_index [2, edges]
     (source in row 0), y [nodes] or [nodes, outputs] and the masks train_mask, val_mask, test_mask
-    [nodes]: the whole graph, once an epoch. With a `batch_size` it is a sub-graph sampled around
+    [nodes]: the whole graph, once per epoch. With a `batch_size` it is a sub-graph sampled around
     that many nodes of the split (see `NeighborBatches`). Validation, test and prediction then read
-    all neighbours, layer by layer in blocks of nodes (see `layerwise`), where the model can be
-    computed so, as attnkit's can; else they are sampled, too. To predict is to predict every node.
+    all neighbours, layer by layer in blocks of nodes (see `layerwise`), if the model supports it,
+    as attnkit's do; otherwise they are sampled, too. Prediction covers every node.
 
     Args:
-        target: what y of a node is: "classes", an integer; "labels", several of 0 or 1; or
-            "numbers". Of the latter two NaN is unknown and does not count.
-        split: which of the data's fixed splits.
+        target: the kind of y: "classes", an integer; "labels", several values 0 or 1; or "numbers".
+            For labels and numbers, NaN is unknown and does not count.
+        split: the number of the fixed split to use.
         normalize_features: divide each row of x by the sum of its absolute values (a row of zeros
             stays), as GAT does with bags of words.
-        sparse_features: give x as sparse CSR, for models whose first layer takes it; None: where
-            fewer than a tenth of its numbers are not 0, as of bags of words; dense ones stay so
-            with a batch_size, since they may be mapped from a file.
-        positions: positional encodings, "laplacian" or "random_walk" (see `node_positions`), which
-            the model's `position_dim` then is; None: there are none.
-        position_dim: channels of these.
+        sparse_features: return x as sparse CSR, for models whose first layer takes it. None: if
+            fewer than a tenth of its numbers are nonzero, as in bags of words; with a batch_size
+            dense features stay dense, since they may be mapped from a file.
+        positions: positional encodings, "laplacian" or "random_walk" (see `node_positions`), for
+            models with `position_dim`; None for none.
+        position_dim: channels of the positional encodings.
         batch_size: nodes per step and process; None: the whole graph.
-        num_neighbors: with a batch_size: neighbours per node and layer, -1 for all.
-        evaluation: with a batch_size: how to validate, test and predict: "layers", "sampled"; None:
-            by layers where the model can, unless the trainer limits the batches.
-        sampler: what samples them: attnkit, or PyG's `NeighborLoader`, which needs pyg-lib.
-        num_workers: processes that sample.
-        seed: of all that is random here.
-        links: learn which nodes are joined instead (see `Links`); `batch_size` then counts edges.
+        num_neighbors: with a batch_size, neighbours per node and layer, -1 for all.
+        evaluation: with a batch_size, how to validate, test and predict: "layers" or "sampled";
+            None: by layers if the model can, unless the trainer limits the batches.
+        sampler: what samples neighbours: attnkit, or PyG's `NeighborLoader`, which needs pyg-lib.
+        num_workers: number of processes that sample.
+        seed: seed of everything random here.
+        links: predict links between nodes instead (see `Links`); `batch_size` then counts edges.
 
     Raises:
-        ValueError: an argument out of range.
-        UserError: in `setup`, if the split does not exist or the graph is not as described.
+        ValueError: an argument is out of range.
+        UserError: in `setup`, if the split does not exist or the graph does not have this form.
 
     Examples:
         >>> class Citations(GraphDataModule):
@@ -146,18 +146,19 @@ class GraphDataModule(DescribedGraphs):
 
     @abstractmethod
     def load(self) -> Data:
-        """The graph: x, edge_index, y, and masks [nodes] or, of several splits, [nodes, splits].
+        """Return the graph: x, edge_index, y, and masks [nodes] or [nodes, splits].
 
-        May have edge_attr [edges, channels] and edge_weight [edges], for models that take what is
-        called so. To predict (`self.predicts`), y and the masks are not read and may lack.
+        It may have edge_attr [edges, channels] and edge_weight [edges], for models that take
+        arguments of these names. For prediction (`self.predicts`), y and the masks are not read and
+        may be missing.
 
-        May set `class_names`, of the classes, labels or numbers, else these are numbered,
-        `node_names`, one for each node, and with `links` `link_splits`, the edges of "val" and
-        "test" (see `HeldOut`), which the graph then does not have.
+        It may set `class_names`, the names of classes, labels or numbers (otherwise they are
+        numbered); `node_names`, one for each node; and with `links` also `link_splits`, the edges
+        of "val" and "test" (see `HeldOut`), which the graph must then not contain.
         """
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the graph and choose the split, once; to predict, labels and splits do not count."""
+        """Load the graph and choose the split, once; prediction ignores labels and splits."""
         if self._stored is not None and (stage == "predict" or not self.predicts or self.links):
             return
         self.predicts = stage == "predict" or self.links is not None
@@ -198,7 +199,7 @@ class GraphDataModule(DescribedGraphs):
         self.name_outputs()
 
     def _loaded(self) -> Data:
-        """The graph as it is checked; with links without labels and splits of its nodes."""
+        """Return the checked graph; with links, without labels and splits of its nodes."""
         options: dict[str, Any] = {"predicts": self.predicts}
         options["label_of"] = lambda node: f"{self.label_of(node)}: node {node}"
         data = self.load()
@@ -209,16 +210,16 @@ class GraphDataModule(DescribedGraphs):
         return checked(data, self.target, **options)
 
     def place_of(self, node: int) -> str:
-        """Where the features of a node are, for a message."""
+        """Return where the features of a node are written, for messages."""
         part = self._features
         return f"data: x of node {node}" if part is None else part.node_place(node)
 
     def label_of(self, node: int) -> str:
-        """Where the label of a node is, for a message."""
+        """Return where the label of a node is written, for messages."""
         return "data" if self._labels is None else self._labels.place_of(node)
 
     def _prepared(self, x: Tensor) -> Tensor:
-        """The features as they are used; of a mapped file the same, if batches read its rows."""
+        """Return the features in the form that is used; mapped files stay mapped for batches."""
         is_sparse = self.sparse_features
         if is_sparse is None:
             may_be_mapped = self.batch_size is not None and x.layout == torch.strided
@@ -235,8 +236,8 @@ class GraphDataModule(DescribedGraphs):
 
     @property
     def _whole(self) -> Data:
-        """The batch that is the graph: a copy, since PyG moves a graph to a device in place. It is
-        one for all stages, so that a GPU holds it once, as long as the graph holds the same."""
+        """The whole graph as a batch: a copy, since PyG moves a graph to a device in place. All
+        stages share it while the graph is unchanged, so that a GPU holds it once."""
         holds = self.graph.to_dict()
         if self._batch_of.keys() != holds.keys() or any(
             self._batch_of[name] is not value for name, value in holds.items()
@@ -246,7 +247,7 @@ class GraphDataModule(DescribedGraphs):
 
     @property
     def num_splits(self) -> int:
-        """How many fixed splits the data has; 1 where the seed makes it. Loads the data."""
+        """The number of fixed splits, 1 if the seed makes the split. Loads the data."""
         if not self._num_splits:
             self._num_splits = self._loaded().train_mask.shape[1]
         return self._num_splits
@@ -273,7 +274,7 @@ class GraphDataModule(DescribedGraphs):
         return {**super().describe(), **positions}
 
     def summary(self) -> list[str]:
-        """What was found, in a few lines; after `setup`."""
+        """Return a summary of the data in a few lines; after `setup`."""
         if self._link_sets is not None:
             return self._link_sets.summary()
         graph = self.graph
@@ -305,19 +306,21 @@ class GraphDataModule(DescribedGraphs):
         )
 
     def training_keys(self) -> Tensor:
-        """Keys of the nodes of train and val, int64 [nodes]; see `KnowsItsTraining`."""
+        """Return keys of the nodes of train and val, int64 [nodes]; see `KnowsItsTraining`."""
         if self._link_sets is not None:
             return self._link_sets.training_keys(self._node_keys())
         self._has_trained = True
         return self._node_keys()[self.graph.train_mask | self.graph.val_mask]
 
     def _node_keys(self) -> Tensor:
-        """By the features as they were loaded."""
+        """Return keys of all nodes by their features as loaded."""
         return node_keys(self.graph) if self._keys is None else self._keys
 
     def _tested(self) -> Data:
-        """The graph; for the test of a module that was trained before, its `test_mask` lacks the
-        nodes of that training. What train and test share here was said in training."""
+        """Return the graph to test on, without the nodes of the module's earlier training.
+
+        Nodes that train and test share in this data are kept; training has warned of them.
+        """
         graph, module = self.graph, self.trainer.lightning_module if self.trainer else None
         if not isinstance(module, KnowsItsTraining):
             return self._whole
@@ -334,10 +337,10 @@ class GraphDataModule(DescribedGraphs):
             )
         elif count < total:
             alike = int((are_alike(graph.x) & graph.test_mask & ~left).sum())
-            if alike:  # all ones, or one of few degrees, say nothing of the graph they are of
+            if alike:  # features such as all ones or a degree do not identify a node
                 more = (
-                    f"; or {alike:,} of them, whose features are those of other nodes too, only "
-                    f"have the number and the label of one{more}"
+                    f"; {alike:,} of them share their features with other nodes, so that only "
+                    f"their number and label match{more}"
                 )
             if not count:
                 raise UserError(
@@ -347,7 +350,7 @@ class GraphDataModule(DescribedGraphs):
                 )
             rank_zero_warn(
                 f"test: {count:,} of {total:,} nodes; the others were in the module's training, "
-                f"whose data.seed, data.split or what else makes the split was another{more}"
+                f"which had another data.seed, data.split or other settings of the split{more}"
             )
             graph = copy(self._whole)
             graph.test_mask = left
@@ -386,7 +389,7 @@ class GraphDataModule(DescribedGraphs):
         return make_loader(self, batches, split, "nodes", shuffled=EpochSampler)
 
     def _by_layers(self, split: str) -> bool:
-        """Whether the nodes of a split are computed layer by layer."""
+        """Return whether the nodes of a split are computed layer by layer."""
         module = self.trainer.lightning_module if self.trainer else None
         can = getattr(getattr(module, "model", None), "hops", None) is not None
         if self.evaluation == "layers" and not can:
@@ -400,9 +403,9 @@ class GraphDataModule(DescribedGraphs):
 
 
 class FullGraph:
-    """The whole graph as the one batch of an epoch, for every process alike.
+    """Loader whose only batch is the whole graph, in every process.
 
-    Not a `DataLoader`: there is nothing to sample, collate or share between processes.
+    It is no `DataLoader`, since there is nothing to sample, collate or share between processes.
     """
 
     def __init__(self, graph: Data) -> None:
@@ -416,14 +419,14 @@ class FullGraph:
 
 
 def to_sparse_csr(x: Tensor) -> Tensor:
-    """`x.to_sparse_csr()`, without torch's warning that this layout is new."""
+    """Return `x.to_sparse_csr()`, without torch's warning that this layout is in beta."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support", UserWarning)
         return x.to_sparse_csr()
 
 
 def _normalized(x: Tensor) -> Tensor:
-    """Rows divided by the sums of their absolute values, dense or sparse CSR."""
+    """Return rows divided by the sums of their absolute values, dense or sparse CSR."""
     if x.layout == torch.strided:
         sums = x.abs().sum(dim=1, keepdim=True)
         return x / sums.masked_fill(sums == 0, 1)

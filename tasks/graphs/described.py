@@ -1,4 +1,4 @@
-"""What data modules of one graph and of many say of themselves."""
+"""Base class of the data modules of one graph and of many: targets, names and sizes."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from attnkit.tasks.loaders import SplitData
 
 
 class DescribedGraphs(SplitData):
-    """A data module with a class, labels or numbers to learn of each node or graph."""
+    """Data module with a class, labels or numbers as the target of each node or graph."""
 
     targets: tuple[Target, ...]
-    """What `target` may be."""
+    """Allowed values of `target`."""
 
     def __init__(self, target: Target, num_workers: int, seed: int) -> None:
         super().__init__()
@@ -24,20 +24,20 @@ class DescribedGraphs(SplitData):
         self.num_workers = num_workers
         self.seed = seed
         self.predicts = False
-        """Whether targets and splits may lack, as they are not read."""
+        """Whether targets and splits are not read, and may be missing."""
         self.class_names: list[str] = []
         self._stored: Any = None
 
     @property
     def stored(self) -> Any:
-        """What has the x, y and edge_attr of all nodes and edges, after `setup`."""
+        """The object with x, y and edge_attr of all nodes and edges, after `setup`."""
         if self._stored is None:
             raise RuntimeError("call setup() first: nothing is loaded yet")
         return self._stored
 
     @property
     def num_outputs(self) -> int:
-        """Classes, labels or numbers of a node or graph."""
+        """Number of classes, labels or numbers of a node or graph."""
         return self.num_classes if self.target == "classes" else self.stored.y.shape[1]
 
     @property
@@ -46,25 +46,27 @@ class DescribedGraphs(SplitData):
 
     @property
     def in_channels(self) -> int:
-        """Features of a node."""
+        """Number of features of a node."""
         return self.stored.x.shape[1]
 
     def check_names(self, kind: str, names: list[str] | None, count: int) -> None:
-        """UserError if there are other than so many names of nodes, graphs or classes."""
+        """Raise a `UserError` if the number of names of nodes, graphs or classes is wrong."""
         if names is not None and len(names) != count:
             each = "" if kind == "class" else f", one for each {kind}"
             raise UserError(f"data: expected {count} {kind}_names{each}, got {len(names)}")
 
     def name_outputs(self) -> None:
-        """Check the names of the classes, labels or numbers, and number them if they have none; of
-        a prediction those of the module count."""
+        """Check the names of classes, labels or numbers; number them if they have none.
+
+        For prediction there are none, since the module has them.
+        """
         self.class_names = [] if self.predicts else self.class_names
         if not self.predicts:
             self.check_names("class", self.class_names or None, self.num_outputs)
             self.class_names = self.class_names or [*map(str, range(self.num_outputs))]
 
     def describe(self) -> dict[str, Any]:
-        """What a model and a module need to know; plain values, after `setup`."""
+        """Return the facts that a model and a module need, as plain values; after `setup`."""
         edge_attr = self.stored.edge_attr
         return {
             "in_channels": self.in_channels,

@@ -1,4 +1,4 @@
-"""DictionaryLookup: small graphs on which only attention that depends on the query can be right."""
+"""DictionaryLookup: small graphs that only attention with query-dependent ranking can solve."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,17 +40,17 @@ class DictionaryLookupData(SplitData):
     choose the best test accuracy; here there are validation graphs for that.
 
     Args:
-        k: keys, at least 2.
-        values: "permutation", as published, or "independent": each key's drawn by itself.
-        num_graphs: in all splits together, if there are as many.
-        val_fraction: of the graphs.
-        test_fraction: of the graphs.
+        k: number of keys, at least 2.
+        values: "permutation", as published, or "independent": drawn for each key separately.
+        num_graphs: number of graphs in all splits, or fewer if there are not as many.
+        val_fraction: share of the graphs for validation.
+        test_fraction: share of the graphs for the test.
         batch_size: graphs per step and process.
-        num_workers: processes that make batches.
-        seed: of the values and their order.
+        num_workers: number of processes that make batches.
+        seed: seed of the values and their order.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
         UserError: in `setup`, if there are too few graphs for three splits.
     """
 
@@ -99,10 +99,10 @@ class DictionaryLookupData(SplitData):
         self.sets = {name: LookupGraphs(p, name) for name, p in zip(SPLITS, parts, strict=True)}
 
     def true_edges(self, graph: Data, index: int) -> Tensor | None:
-        """The edge from a query's own key, of a graph or a batch of them.
+        """Return which edge comes from a query's own key, in a graph or a batch of graphs.
 
         Returns:
-            bool [edges], one of them true; None for a key.
+            bool [edges], true for one edge; None if the node is a key.
         """
         attribute = graph.x[:, : self.k].argmax(dim=1)
         source, target = graph.edge_index
@@ -119,11 +119,11 @@ class DictionaryLookupData(SplitData):
 
     @property
     def in_channels(self) -> int:
-        """k attributes, "no value" and k values."""
+        """Number of features: k attributes, "no value" and k values."""
         return 2 * self.k + 1
 
     def describe(self) -> dict[str, Any]:
-        """What a model and `NodeClassification` need to know; plain values."""
+        """Return the facts that a model and `NodeClassification` need, as plain values."""
         return {
             "in_channels": self.in_channels,
             "out_channels": self.num_classes,  # what PyG's models call it
@@ -143,7 +143,7 @@ class DictionaryLookupData(SplitData):
 
 
 class LookupGraphs(BatchItems):
-    """DictionaryLookup graphs of these values [graphs, k], fetched by the batch."""
+    """Data set of DictionaryLookup graphs with these values [graphs, k], fetched by the batch."""
 
     def __init__(self, values: Tensor, split: str) -> None:
         self.values = values
@@ -175,7 +175,7 @@ class LookupGraphs(BatchItems):
 
 
 def distinct_permutations(k: int, count: int, seed: int) -> Tensor:
-    """`count` different permutations of 0 … k − 1 in random order, or all if there are fewer."""
+    """Return `count` different permutations of 0 … k − 1 in random order, or all of them."""
     return _distinct(
         lambda draws, generator: torch.rand((draws, k), generator=generator).argsort(dim=1),
         min(count, math.factorial(k)),
@@ -184,7 +184,7 @@ def distinct_permutations(k: int, count: int, seed: int) -> Tensor:
 
 
 def distinct_values(k: int, count: int, seed: int) -> Tensor:
-    """`count` different rows of k values, each from 0 … k − 1, or all if there are fewer."""
+    """Return `count` different rows of k values from 0 … k − 1, or all of them."""
     return _distinct(
         lambda draws, generator: torch.randint(k, (draws, k), generator=generator),
         min(count, k**k),

@@ -14,20 +14,20 @@ from attnkit.tasks.graphs.splits import planetoid_masks
 
 
 class DigitsGraphData(GraphDataModule):
-    """scikit-learn's 1,797 handwritten digits as nodes, each joined to those most like it.
+    """scikit-learn's 1,797 handwritten digits as nodes, each joined to its nearest neighbours.
 
     An edge joins two digits if one is among the k nearest of the other, by Euclidean distance of
-    the 8 × 8 pixels; the features are the pixels, from 0 to 1. The split is Planetoid's protocol
-    (Yang et al., 2016), drawn by `seed`: few labelled nodes of each class, and a graph that knows
-    more. Source of the digits: UCI (Alpaydin and Kaynak, 1998), the part scikit-learn ships.
+    the 8 × 8 pixels; the features are the pixels, from 0 to 1. The split follows Planetoid's
+    protocol (Yang et al., 2016), drawn by `seed`, with few labelled nodes of each class. Source of
+    the digits: UCI (Alpaydin and Kaynak, 1998), the part that scikit-learn ships.
 
-    With `target="labels"` it is learned whether a digit is odd, is 5 or more and has a loop (see
-    `digit_labels`). With "numbers" the features are the upper half of the picture alone, and what
-    is learned is the ink of the lower half, left and right, in pixels: it is not in the features of
-    a node, but the graph says which digits the node resembles.
+    With `target="labels"`, the targets are whether a digit is odd, is 5 or more and has a loop (see
+    `digit_labels`). With "numbers", the features are the upper half of the image only, and the
+    targets are the ink of the lower half, left and right, in pixels. The features of a node do not
+    contain it, but the graph shows which digits the node resembles.
 
     Args:
-        k: neighbours of a digit, itself not counted.
+        k: number of neighbours of a digit, not counting itself.
         num_train_per_class: labelled nodes of each class to train on.
         num_val: nodes to validate on.
         num_test: nodes to test on.
@@ -54,7 +54,7 @@ class DigitsGraphData(GraphDataModule):
         self.num_test = num_test
 
     def load(self) -> Data:
-        from sklearn.datasets import load_digits  # half a second that other data need not wait
+        from sklearn.datasets import load_digits  # imported here, since it takes half a second
         from sklearn.neighbors import kneighbors_graph
 
         pixels, digits = load_digits(return_X_y=True)
@@ -82,7 +82,10 @@ class DigitsGraphData(GraphDataModule):
 
 
 def digit_labels(digits: np.ndarray) -> tuple[Tensor, list[str]]:
-    """Whether digits [digits] are odd, are 5 or more and have a loop (0, 6, 8, 9): float32
-    [digits, 3], and the names of these labels."""
+    """Return whether digits are odd, are 5 or more and have a loop (0, 6, 8, 9).
+
+    Returns:
+        float32 [digits, 3], and the names of these labels.
+    """
     labels = np.stack([digits % 2, digits >= 5, np.isin(digits, (0, 6, 8, 9))], axis=1)
     return torch.from_numpy(labels.astype(np.float32)), ["odd", "large", "loop"]

@@ -1,4 +1,4 @@
-"""The heterophilous graphs of Platonov et al., from their npz files."""
+"""Reads the heterophilous graphs of Platonov et al. from their npz files."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from attnkit.tasks.graphs.files.part import Part
 
 
 class HeterophilousData(GraphDataModule):
-    """A graph of the form in which the heterophilous graphs are published, with fixed splits.
+    """A graph in the format of the published heterophilous graphs, with fixed splits.
 
     Reads `<name>.npz` (a `-` in the name may be `_`) in `root`, `root/raw` or `root/<name>/raw`,
     without unpickling anything, and never writes there. It holds `node_features`, `node_labels`,
@@ -33,8 +33,8 @@ class HeterophilousData(GraphDataModule):
 
     Args:
         root: the folder.
-        name: of the file: roman-empire, amazon-ratings, minesweeper, tolokers, questions, …
-        num_splits: how many are expected; None: any number.
+        name: the file: roman-empire, amazon-ratings, minesweeper, tolokers, questions, …
+        num_splits: the expected number of splits; None: any number.
 
     The other arguments are those of `GraphDataModule`.
 

@@ -1,4 +1,4 @@
-"""Infection: how far a node is from the nearest infected one, with the path that shows it."""
+"""Infection: predicts the distance of a node to the nearest infected one; the path is known."""
 
 from typing import Any
 
@@ -29,12 +29,12 @@ class InfectionData(GraphDataModule):
     several paths.
 
     Args:
-        num_nodes: of the graph.
-        mean_degree: edges into a node, on average.
-        num_infected: nodes.
-        max_distance: the longest path that has a class of its own.
-        val_fraction: of the nodes.
-        test_fraction: of the nodes.
+        num_nodes: number of nodes.
+        mean_degree: mean number of edges into a node.
+        num_infected: number of infected nodes.
+        max_distance: the longest distance with a class of its own.
+        val_fraction: share of the nodes for validation.
+        test_fraction: share of the nodes for the test.
 
     The other arguments are those of `GraphDataModule`; `seed` is also that of the graph.
 
@@ -114,11 +114,11 @@ class InfectionData(GraphDataModule):
 
 
 def shortest_paths(infected: Tensor, edge_index: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """How far nodes are from those that are infected, and the way back.
+    """Return the distance of nodes from infected ones, and the last edge of the path.
 
     Returns:
-        The distance [nodes], `longest` + 1 where it is more. The number [nodes] of the edge that
-        ends the shortest path; −1 of infected nodes, of farther ones, and where there are several
+        the distances [nodes], `longest` + 1 for farther nodes; and the number [nodes] of the edge
+        that ends the shortest path, −1 for infected nodes, farther ones, and nodes with several
         such paths.
     """
     source, target = edge_index

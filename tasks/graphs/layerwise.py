@@ -1,4 +1,4 @@
-"""A network on a whole graph in bounded memory: layer by layer, and each in blocks of nodes."""
+"""Computes a network on a whole graph in bounded memory, layer by layer in blocks of nodes."""
 
 from collections.abc import Iterable, Iterator
 
@@ -68,18 +68,18 @@ def layerwise(
     *,
     edge_attr: Tensor | None = None,
 ) -> Tensor:
-    """The logits of nodes, equal to those of the whole graph at once.
+    """Return logits of nodes that equal those computed on the whole graph at once.
 
-    A layer is computed where the next one reads it, in blocks of targets with about `num_edges`
-    edges: in memory are the outputs of two layers and one block, of the features only the rows
-    of a block.
+    A layer is computed only for the nodes that the next one reads, in blocks of targets with about
+    `num_edges` edges. The outputs of two layers, one block, and the rows of features of that block
+    are in memory.
 
     Args:
-        hops: of a network that does not train now.
+        hops: the layers of a network in evaluation mode.
         x: [all nodes, channels] on the CPU, dense or sparse CSR.
-        nodes: int64 [nodes], on the device to compute on; what layers give stays on the CPU.
-        edge_attr: [all edges, channels] on the CPU, of a network that reads it; the `neighbors`
-            then have the order of the edges.
+        nodes: int64 [nodes], on the device to compute on; outputs of layers stay on the CPU.
+        edge_attr: [all edges, channels] on the CPU, for a network that reads it; the
+            `neighbors` then have the order of the edges.
 
     Returns:
         [nodes, classes], on the device.

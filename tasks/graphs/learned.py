@@ -1,4 +1,4 @@
-"""What is learned, of each node or of each graph alike: a class, several labels or numbers."""
+"""Base classes of modules that predict a class, labels or numbers of each node or graph."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -14,11 +14,11 @@ from attnkit.lightning.modules.values import ValuesModule
 
 
 class LearnsClasses(ClassificationModule):
-    """One class of each node or graph; the other base of a subclass says which: see `OfGraphs`.
+    """Base of modules that predict one class of each node or graph (see `OfGraphs`).
 
     Args:
-        model: what it takes and returns is said by the other base; a module, or its configuration
-            (see `TaskModule`).
+        model: a module, or its configuration (see `TaskModule`); the other base class describes its
+            inputs and outputs.
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables; "0", "1", … unless given.
@@ -53,7 +53,7 @@ class LearnsClasses(ClassificationModule):
         self.num_outputs = num_classes
 
     def loss(self, outputs: Tensor, truth: Tensor) -> Tensor:
-        """What is minimised of a batch in training, logged; 0 of a batch without known classes."""
+        """Return and log the training loss of a batch; 0 for a batch without known classes."""
         losses = functional.cross_entropy(
             outputs.float(), truth, self.class_weights, reduction="none"
         )
@@ -82,21 +82,22 @@ class LearnsClasses(ClassificationModule):
         return {"classes": self.class_names}
 
     def meaning(self) -> str:
-        """What the outputs of an exported program are."""
+        """Describe the outputs of an exported program."""
         return "logits of the classes: softmax makes probabilities of them"
 
 
 class LearnsValues(ValuesModule):
-    """Several labels, or numbers, of each node or graph: see `ValuesModule`; the other base of a
-    subclass says which: see `OfGraphs`.
+    """Base of modules that predict several labels or numbers of each node or graph.
+
+    See `ValuesModule` for the metrics, and `OfGraphs` for the second base class.
 
     Args:
-        model: what it takes and returns is said by the other base; a module, or its configuration
-            (see `TaskModule`).
+        model: a module, or its configuration (see `TaskModule`); the other base class describes its
+            inputs and outputs.
         optimizer, scheduler, finetune: see `TaskModule`.
         target: "labels" or "numbers".
-        num_outputs: labels or numbers of a node or graph.
-        class_names: of these, for tables; "0", "1", … unless given.
+        num_outputs: number of labels or numbers of a node or graph.
+        class_names: names of the outputs, for tables; "0", "1", … unless given.
         in_channels: features of a node; data with others is then refused.
     """
 

@@ -1,4 +1,4 @@
-"""What the modules of nodes and of whole graphs share: checks of the data, what is exported."""
+"""Base class of the modules of nodes and of whole graphs: checks of the data, and export."""
 
 import inspect
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from attnkit.tasks.graphs.checks import CARRIED
 
 
 class OfGraphs(TaskModule):
-    """What all modules of graphs do: they check the data, and say what is exported.
+    """Base class of all modules of graphs, which checks the data and defines the export.
 
-    It is the second base of a module. The first, `LearnsClasses` or `LearnsValues`, says what is
-    learned; a subclass of this one, of what.
+    It is the second base of a module. The first base, `LearnsClasses` or `LearnsValues`, defines
+    the kind of target; subclasses of this one define whether nodes or graphs have it.
     """
 
     level: str
@@ -101,7 +101,7 @@ class OfGraphs(TaskModule):
 
 
 def check_readout(model: nn.Module, *expected: str) -> None:
-    """UserError if the model reads out something else."""
+    """Raise a `UserError` if the model has another readout."""
     readout = getattr(model, "readout", expected[0])
     if readout not in expected:
         raise UserError(f"model.readout: expected {' or '.join(expected)}, got {readout}")
@@ -125,15 +125,14 @@ def check_edges(model: nn.Module, graph: Any) -> None:
 
 
 def beside(model: nn.Module, batch: Data) -> dict[str, Tensor]:
-    """What a model is given beside features and edges."""
+    """Return the arguments of the model in addition to features and edges."""
     carries = any(name in batch for name in CARRIED)
     names = ("positions", *(read_of_edges(model) if carries else ()))
     return {name: batch[name] for name in names if name in batch}
 
 
 def check_channels(module: Any, data: Any) -> None:
-    """UserError if the data's nodes have other features than the module was made for, or the data
-    are of another level."""
+    """Raise a `UserError` if the data has another number of features, or another level."""
     given = getattr(data, "in_channels", None)
     if None not in (given, module.in_channels) and given != module.in_channels:
         raise UserError(
@@ -155,10 +154,10 @@ def check_channels(module: Any, data: Any) -> None:
 
 
 def read_of_edges(model: nn.Module) -> list[str]:
-    """What a model reads of what edges carry: the arguments of its `forward` that are called so.
+    """Return which attributes of edges a model reads: the arguments of its `forward`.
 
-    PyG's models have arguments that not all of their layers read: they say so in
-    `supports_edge_attr`, and layers with an `edge_dim` read nothing where it is None.
+    Not all layers of PyG's models read these arguments: `supports_edge_attr` shows it, and layers
+    with an `edge_dim` of None read none.
     """
     parameters = inspect.signature(model.forward).parameters
     sized = next((module for module in model.modules() if hasattr(module, "edge_dim")), None)

@@ -1,4 +1,4 @@
-"""Mini-batches of a large graph: seed nodes, and the neighbours that were sampled for them."""
+"""Mini-batches of a large graph: seed nodes and their sampled neighbours."""
 
 import zlib
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from attnkit.tasks.loaders import BatchItems
 
 
 class NeighborBatches(BatchItems):
-    """Seed nodes, fetched by the batch with the neighbours sampled for them.
+    """Data set of seed nodes, fetched by the batch with their sampled neighbours.
 
     For a `DataLoader` with `collate_fn=as_it_is`; any sampler gives the numbers of the seeds. A
     batch is a sub-graph as PyG's `NeighborLoader` gives it: `x`, `y`, `edge_index`, `n_id` (the
@@ -36,8 +36,8 @@ class NeighborBatches(BatchItems):
         data: the graph: x [nodes, channels], dense or sparse CSR, y [nodes], edge_index [2, edges].
         seeds: int64 [seeds], the nodes to make batches of.
         num_neighbors: see `sample_neighbors`.
-        seed: of the sampling.
-        neighbors: of `data`, if they are at hand.
+        seed: seed of the sampling.
+        neighbors: the in-neighbours of `data`, if already computed.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class NeighborBatches(BatchItems):
 
 
 def generator_of(seed: int, drawn: Tensor) -> torch.Generator:
-    """One for a batch: it depends on `seed` and what an `EpochSampler` gave, int64 [items, 2]."""
+    """Return a generator for a batch, by `seed` and an `EpochSampler`'s items, int64 [items, 2]."""
     key = np.random.SeedSequence([seed, zlib.crc32(drawn.numpy().tobytes())])
     return torch.Generator().manual_seed(int(key.generate_state(1)[0]))
 
 
 def in_neighbors(data: Data) -> InNeighbors:
-    """Of a graph, with the order of its edges if these carry something."""
+    """Return the in-neighbours of a graph, with the order of edges if they have attributes."""
     has_order = any(name in data for name in CARRIED)
     return InNeighbors.of(data.edge_index, data.num_nodes, with_order=has_order)
 

@@ -1,4 +1,4 @@
-"""Cora, CiteSeer and PubMed, from the files of the Planetoid repository."""
+"""Reads Cora, CiteSeer and PubMed from the files of the Planetoid repository."""
 
 import hashlib
 from pathlib import Path
@@ -34,7 +34,9 @@ DIGESTS = {
 
 
 class PlanetoidData(GraphDataModule):
-    """A citation graph with its public split: 20 nodes of each class to train, 500, 1,000.
+    """A citation graph with its public split.
+
+    20 nodes per class are for training, 500 nodes for validation and 1,000 for the test.
 
     Reads the eight files `ind.<name>.*` in `root/<name>/raw`, `root/raw` or `root`, as
     torch_geometric downloads them, and never writes there. They are pickles, but nothing in them is

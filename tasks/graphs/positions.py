@@ -16,7 +16,7 @@ Positions = Literal["laplacian", "random_walk"]
 
 
 def node_positions(data: Data, kind: Positions, dim: int, seed: int = 0) -> Tensor:
-    """Positions of the nodes of a graph, float32 [nodes, dim].
+    """Return positional encodings of a graph's nodes, float32 [nodes, dim].
 
     - "laplacian": eigenvectors of the dim smallest non-trivial eigenvalues of the symmetric
       Laplacian of the graph without directions, with signs drawn by `seed` (Dwivedi et al.,
@@ -26,7 +26,7 @@ def node_positions(data: Data, kind: Positions, dim: int, seed: int = 0) -> Tens
       itself, whose powers of a large graph without locality are dense.
 
     Raises:
-        UserError: as many eigenvectors as nodes, or they were not found.
+        UserError: there are too few nodes for `dim` eigenvectors, or they were not found.
     """
     bare = Data(edge_index=data.edge_index, num_nodes=data.num_nodes)
     if kind == "random_walk":

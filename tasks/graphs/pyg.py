@@ -1,4 +1,4 @@
-"""Any data set of one graph that comes with torch_geometric."""
+"""Data module of the data sets of one graph in torch_geometric."""
 
 import inspect
 from collections.abc import Mapping
@@ -31,11 +31,11 @@ class PyGData(GraphDataModule):
     `val_fraction` and `test_fraction` of every class, and a line says so.
 
     Args:
-        name: of the class, such as KarateClub.
+        name: the name of the class, such as KarateClub.
         root: for classes that read or download files; None: a cache folder.
         options: further arguments of the class; plain values.
-        val_fraction: of a random split.
-        test_fraction: of a random split.
+        val_fraction: share of a random split for validation.
+        test_fraction: share of a random split for the test.
 
     The other arguments are those of `GraphDataModule`.
 

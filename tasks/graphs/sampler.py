@@ -14,7 +14,7 @@ ALL = -1  # neighbours of a node
 class InNeighbors(NamedTuple):
     """The edges of a graph by target (CSR): into node i come sources[offsets[i]:offsets[i + 1]].
 
-    order: which of the caller's edges each is, where that was asked for.
+    order: the number of each edge in the caller's order, if requested.
     """
 
     offsets: Tensor
@@ -60,7 +60,7 @@ def sample_neighbors(
     num_neighbors: Sequence[int],
     generator: torch.Generator | None = None,
 ) -> Sampled:
-    """What as many layers of message passing as there are `num_neighbors` need around the seeds.
+    """Sample the sub-graph around seeds that `len(num_neighbors)` layers of message passing read.
 
     The first layer of sampling looks at the edges into the seeds, the next at those into the nodes
     that were new then, and so on. Of the edges into a node at most that layer's number are kept,
@@ -74,7 +74,7 @@ def sample_neighbors(
         neighbors: the whole graph.
         seeds: int64 [seeds], nodes; repeats are sampled once.
         num_neighbors: for each layer, the nearest to the seeds first: 0 or more, or -1 for all.
-        generator: of the random numbers, on the CPU; None: torch's.
+        generator: generator of random numbers, on the CPU; None: torch's default.
 
     Raises:
         ValueError: a number of neighbours below -1.
@@ -104,7 +104,7 @@ def sample_neighbors(
 
 
 def _positions(nodes: Tensor, reached: Tensor) -> Tensor:
-    """Where in `nodes` each of the sorted `reached` is, −1 for what is not there."""
+    """Return the position in `nodes` of each of the sorted `reached`, −1 if it is missing."""
     found = torch.full_like(reached, -1)
     if len(reached):
         place = torch.searchsorted(reached, nodes).clamp_(max=len(reached) - 1)

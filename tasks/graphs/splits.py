@@ -1,4 +1,4 @@
-"""Splits of a graph's nodes that a seed makes, where the data brings none."""
+"""Random splits of a graph's nodes, for data without splits."""
 
 from collections.abc import Sequence
 
@@ -45,13 +45,15 @@ def planetoid_masks(
 
 
 def random_masks(labels: Tensor, fractions: Sequence[float], seed: int) -> dict[str, Tensor]:
-    """Random train_mask, val_mask and test_mask; of the nodes of each class that have a label, or
-    of all that have a label or number, these fractions to validate and to test.
+    """Return random train_mask, val_mask and test_mask.
+
+    The fractions are those of the labelled nodes of each class, or of all nodes with a known label
+    or number.
 
     Args:
         labels: integers [nodes], or labels or numbers [nodes, outputs].
-        fractions: of val and of test.
-        seed: of the draw.
+        fractions: fractions of val and test.
+        seed: seed of the draw.
     """
     labelled = has_target(labels).nonzero().flatten()
     strata = labels[labelled] if labels.ndim == 1 else torch.zeros_like(labelled)

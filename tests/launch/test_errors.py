@@ -7,7 +7,7 @@ import pytest
 from attnkit.launch.errors import summary
 
 SHARED = "  make /dev/shm larger (docker run --shm-size=8g), or data.num_workers=0"
-MEMORY = "  the system kills what takes too much memory; fewer workers take less"
+MEMORY = "  the system kills processes that take too much memory; fewer workers take less"
 IN_WORKER = "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most …):\n"
 
 

@@ -257,7 +257,7 @@ def test_as_many_as_fit_and_have_their_data(attnkit, own, monkeypatch):
     )
     assert done.code == 0, done.err
     assert [*_rows("here")] == ["quick"]
-    assert re.search(r"more than is left of 0.002 minutes: .*slow", done.out)
+    assert re.search(r"more time than is left of 0.002 minutes: .*slow", done.out)
     assert re.search(r"its files, data.root=PATH: .*without_data", done.out)
     assert re.search(r"a time on record: .*pubmed|its files, data.root=PATH: .*pubmed", done.out)
 

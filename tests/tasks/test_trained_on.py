@@ -318,7 +318,7 @@ def test_nodes_with_equal_features_are_known_again_among_other_edges(
     other = GraphFilesData(tmp_path / "graph.npz", seed=1, undirected=undirected)
     nodes = []
     module.on_test_batch_end = lambda outputs, *_: nodes.append(outputs["node"])
-    with pytest.warns(UserWarning, match="the others were .* of other nodes too, only have"):
+    with pytest.warns(UserWarning, match="the others were .* with other nodes, so that only"):
         quiet(tmp_path).test(module, datamodule=other, verbose=False)
     tested = torch.cat(nodes)
     assert not seen[tested].any()

@@ -1,1 +1,1 @@
-"""From a command line to one plain, checked configuration. No torch; the only Hydra."""
+"""Turns a command line into one plain, checked configuration, with Hydra and without torch."""

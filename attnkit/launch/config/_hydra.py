@@ -1,7 +1,7 @@
-"""Every private name of Hydra that attnkit uses, and what no file may set of Hydra's own node.
+"""Private names of Hydra that attnkit uses, and a check of what files set in Hydra's own node.
 
-`hydra.compose` takes no folder to look into first, and tells neither the choices of a group nor the
-files it has read.
+The public `hydra.compose` takes no additional folder to search first, and returns neither the
+choices of a group nor the files that it has read.
 """
 
 import pickle
@@ -37,13 +37,13 @@ __all__ = [
     "create_config_search_path",
     "load",
     "note_overrides",
-    "told",
+    "split_message",
 ]
 
 _LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
 _BASIC = "hydra._internal.core_plugins.basic_"
-# What Hydra makes objects of, imports, puts into the environment or looks for files in, and the
-# folders, which a file sets as run_dir.
+# Keys by which Hydra builds objects, imports modules, changes the environment and searches for
+# files; and output folders, which a file sets with run_dir instead.
 _DEFAULTS: dict[str, Any] = {
     "hydra.callbacks": {},
     "hydra.hydra_logging": _LOGGING,
@@ -67,7 +67,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse what a file has put into Hydra's own node. On the command line it is allowed."""
+    """Refuse what a file sets in Hydra's own node. The command line may set it."""
     typed = [o.partition("=")[0].lstrip("+") for o in overrides]
     hydra = OmegaConf.to_container(config["hydra"])
     for key, default in _DEFAULTS.items():
@@ -80,13 +80,13 @@ def check_hydra(config: DictConfig, overrides: Sequence[str]) -> None:
             )
 
 
-# --- what Hydra 1.3 and OmegaConf 2.3 say in English alone ----------------------------------------
+# --- facts that Hydra 1.3 and OmegaConf 2.3 give only in the text of an error ---------------------
 
 
 def absent_group(error: Exception) -> str:
-    """The group of an override that matches no line of the defaults lists; empty for other errors.
+    """Return the group of an override that matches no defaults list; empty for other errors.
 
-    The sentence is that of Hydra's issue 620.
+    The text that is matched is that of Hydra's issue 620.
     """
     found = re.match(
         r"Could not override '([^'@]+)\S*'\. No match in the defaults list", str(error)
@@ -95,13 +95,13 @@ def absent_group(error: Exception) -> str:
 
 
 def absent_name(error: Exception) -> str:
-    """The NAME of a `${NAME}` that leads to nothing (OmegaConf's issue 1126); empty otherwise."""
+    """Return the NAME of a `${NAME}` that does not exist (OmegaConf's issue 1126), or nothing."""
     found = re.search(r"Interpolation key '([^']+)' not found", str(error))
     return found[1] if found else ""
 
 
-def told(error: BaseException) -> tuple[str, list[str]]:
-    """The file that an error of Hydra's names, such as `task/mine`, if any; and what it says."""
+def split_message(error: BaseException) -> tuple[str, list[str]]:
+    """Return the file that an error of Hydra's names (`task/mine`), or nothing, and its lines."""
     text = str(error) if str(error) != "None" else str(error.__cause__)
     found = re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?", text)
     lines = text[found.end() if found else 0 :].splitlines()
@@ -113,7 +113,7 @@ def told(error: BaseException) -> tuple[str, list[str]]:
 
 
 def note_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
-    """Write the task's overrides where Hydra keeps them: ${hydra:overrides.task} and the like."""
+    """Store the task's overrides where ${hydra:overrides.task} and similar keys find them."""
     own = [override for override in overrides if not override.is_hydra_override()]
     job = config.hydra.job
     with open_dict(config.hydra):
@@ -127,7 +127,7 @@ _Loader: Any = get_yaml_loader()
 if yaml.__with_libyaml__:
 
     class _Loader(yaml.cyaml.CParser, get_yaml_loader()):  # type: ignore[no-redef,misc]
-        """OmegaConf's loader, whose text libyaml takes apart: eight times as fast."""
+        """OmegaConf's loader with libyaml's parser, which is eight times as fast."""
 
         def __init__(self, stream: TextIO) -> None:
             yaml.cyaml.CParser.__init__(self, stream)
@@ -136,7 +136,7 @@ if yaml.__with_libyaml__:
 
 
 def load(file: TextIO) -> DictConfig | ListConfig:
-    """What `OmegaConf.load` reads from a file, which is asked where libyaml refuses."""
+    """Return what `OmegaConf.load` reads from a file; OmegaConf reads what libyaml refuses."""
     try:
         content = yaml.load(file, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -182,15 +182,15 @@ class _Repository(ConfigRepository):
 
 
 _COMPOSED: dict[object, bytes] = {}
-_MOST = 256  # of 30 kB each
+_MOST = 256  # compositions, 30 kB each
 
 
 class Loader(ConfigLoaderImpl):
-    """Hydra's, which composes the same choices of files once: a process may run many commands.
+    """Hydra's loader with a cache of compositions, since one process may run many commands.
 
     Args:
-        shipped: the folder of all files there are, whose choices depend on nothing else; None
-            where others may be chosen, which may refer to the environment.
+        shipped: attnkit's conf/, if it is the only folder, so that a composition depends on nothing
+            else; None if there is a user's folder, whose files may refer to the environment.
     """
 
     def __init__(self, search_path: ConfigSearchPath, shipped: Path | None) -> None:

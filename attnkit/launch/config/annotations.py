@@ -1,4 +1,4 @@
-"""Whether a plain value fits an annotation, without evaluating the annotation."""
+"""Checks plain values against annotations, without evaluating the annotations."""
 
 import ast
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ _MAPPINGS = {"dict", "Dict", "Mapping", "MutableMapping"}
 
 
 def accepts(parameter: Parameter, value: Any) -> bool:
-    """Whether a plain value fits an annotation; an annotation not understood accepts everything."""
+    """Return whether a plain value fits an annotation; one that is not understood accepts all."""
     return parameter.annotation is None or _fits(parameter.annotation, value, parameter.module, 0)
 
 
 def takes_path(parameter: Parameter) -> bool:
-    """Whether the annotation mentions a path, so that relative ones can be made absolute."""
+    """Return whether the annotation mentions a path; relative paths are then made absolute."""
     return parameter.annotation is not None and any(
         isinstance(n, ast.Name | ast.Attribute) and ast.unparse(n).split(".")[-1] == "Path"
         for n in ast.walk(parameter.annotation)
@@ -24,14 +24,14 @@ def takes_path(parameter: Parameter) -> bool:
 
 
 def expected(parameter: Parameter) -> str:
-    """The annotation as text, its aliases written out."""
+    """Return the annotation as text, with its aliases expanded."""
     if parameter.annotation is None:
         return "anything"
     return ast.unparse(_written_out(parameter.annotation, parameter.module))
 
 
 def choices(parameter: Parameter) -> list[str]:
-    """The strings a Literal annotation allows, for suggestions."""
+    """Return the strings that a Literal annotation allows, for suggestions."""
     if parameter.annotation is None:
         return []
     nodes = ast.walk(_written_out(parameter.annotation, parameter.module))
@@ -39,7 +39,7 @@ def choices(parameter: Parameter) -> list[str]:
 
 
 def _written_out(node: ast.expr, module: Module, hops: int = 0) -> ast.expr:
-    """An annotation with the aliases in it (`Size = int | tuple[int, int]`) replaced."""
+    """Return an annotation with its aliases (`Size = int | tuple[int, int]`) expanded."""
 
     class Aliases(ast.NodeTransformer):
         def visit_Name(self, name: ast.Name) -> ast.expr:
@@ -50,7 +50,7 @@ def _written_out(node: ast.expr, module: Module, hops: int = 0) -> ast.expr:
 
         def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
             self.generic_visit(node)
-            if ast.unparse(node.value) == "Annotated":  # a tensor and its shape
+            if ast.unparse(node.value) == "Annotated":  # Annotated[Tensor, "its shape"]
                 return node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node
             if _is_literal(node) and isinstance(node.slice, ast.Tuple):  # Literal[Name, "other"]
                 node.slice.elts = [
@@ -73,7 +73,7 @@ def _literal_choices(node: ast.expr) -> list[ast.expr]:
 
 def _fits(node: ast.expr, value: Any, module: Module, hops: int) -> bool:
     if hops > MAX_HOPS or (isinstance(value, Mapping) and "_target_" in value):
-        return True  # an object to be built: its class is the constructor's matter
+        return True  # an object to be built; the constructor checks its class
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return any(_fits(side, value, module, hops) for side in (node.left, node.right))
     if isinstance(node, ast.Constant):
@@ -109,7 +109,7 @@ def _fits_subscript(node: ast.Subscript, value: Any, module: Module, hops: int) 
         return any(
             type(n.value) is type(value) and n.value == value  # 1 is not True
             if isinstance(n, ast.Constant)
-            else _fits(n, value, module, hops)  # which may name other literals
+            else _fits(n, value, module, hops)  # the name of another Literal
             for n in inner
         )
     if name in _MAPPINGS:

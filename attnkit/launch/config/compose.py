@@ -1,7 +1,7 @@
-"""From a command line to one plain, resolved, checked configuration. No torch.
+"""Composes a command line into one plain, resolved and checked configuration, without torch.
 
-What Hydra accepts silently (unknown keys in a file, `${typo}`, relative paths) is settled here, and
-its errors become `UserError`s of at most three lines.
+What Hydra accepts silently (unknown keys in a file, `${typo}`, relative paths) is checked, and
+Hydra's errors become `UserError`s of at most three lines.
 """
 
 import os
@@ -44,7 +44,7 @@ from attnkit.launch.config._hydra import (
     check_hydra,
     create_config_search_path,
     note_overrides,
-    told,
+    split_message,
 )
 from attnkit.launch.config.groups import CONFIG_NAME, folders, groups
 from attnkit.launch.config.schema import LEVELS
@@ -62,10 +62,10 @@ OmegaConf.register_new_resolver(QUESTION_MARKS, lambda: "???", replace=True)
 
 
 def readable(override: str) -> str:
-    """An override as it is typed, its value quoted for Hydra where that could not read it.
+    """Return a typed override, its value quoted where Hydra could not read it.
 
-    These are values with letters that are not ASCII; paths with "=" in them, as the folders of a
-    sweep's trials have; and whatever path there is.
+    Quoted are values with letters that are not ASCII, paths with "=" in them (such as the folders
+    of a sweep's trials) and any existing path.
     """
     key, _, value = override.partition("=")
     if re.fullmatch(r"[\w./@:+-]*", value, re.ASCII) or value[0] in "'\"":
@@ -85,7 +85,7 @@ class Composer:
     def __init__(self, config_dir: Path | None = None) -> None:
         version.setbase("1.3")
         self.folders = folders(config_dir)
-        """The folders configurations are read from."""
+        """The folders that configurations are read from."""
         search_path = create_config_search_path(CONF)
         if config_dir is not None:
             search_path.prepend(
@@ -93,11 +93,11 @@ class Composer:
             )
         self.config_dir = config_dir
         self.job_name: str | None = None
-        """What replaces the task's name in outputs/<task>/…: hydra.job.name."""
+        """The value of hydra.job.name, which replaces the task's name in outputs/<task>/…"""
         self.loader = Loader(search_path, None if config_dir else self.folders[0])
         self.hydra = Hydra("attnkit", self.loader)
 
-    # --- what there is ---
+    # --- groups and overrides ---
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -105,7 +105,7 @@ class Composer:
         return groups(self.folders)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """The overrides as Hydra reads them."""
+        """Return the overrides as Hydra parses them."""
         parser = OverridesParser.create(config_loader=self.loader)
         return [self._parsed(parser, text) for text in overrides]
 
@@ -114,7 +114,7 @@ class Composer:
             override = parser.parse_override(text)
         except HydraException as error:
             raise UserError(_unreadable(text, error)) from error
-        override.config_loader = self.loader  # of which glob(…) asks the choices
+        override.config_loader = self.loader  # gives glob(…) the choices of a group
         if override.is_sweep_override() or override.is_delete():
             return override
         choices = self.groups.get(override.key_or_group)
@@ -125,7 +125,7 @@ class Composer:
     # --- composing ---
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Hydra's composition, its own node included. A key that no file has yet is added."""
+        """Return Hydra's composition, including its own node; keys that no file has are added."""
         config = self._composed(overrides)
         check_hydra(config, overrides)
         written: Any = OmegaConf.to_container(config)
@@ -146,10 +146,10 @@ class Composer:
         return config
 
     def _composed(self, overrides: Sequence[str]) -> DictConfig:
-        """Hydra composes the chosen files; the keys are set on what it gives.
+        """Compose the chosen files with Hydra, and then set the keys.
 
         Hydra itself refuses a key that no file lists. Here any argument of a constructor may be
-        given, and what is none is found by validate(), in one form with everything else.
+        given; validate() reports other keys, in the same form as all other problems.
         """
         parsed = self.parse(overrides)
         files = [o for o in parsed if self._is_for_hydra(o)]
@@ -161,7 +161,7 @@ class Composer:
         return config
 
     def _is_for_hydra(self, override: Override) -> bool:
-        """Whether it chooses a file or sets Hydra's own node."""
+        """Return whether an override chooses a file or sets Hydra's own node."""
         is_group = self.loader.repository.group_exists(override.key_or_group)
         chooses = is_group and (override.is_delete() or isinstance(override.value(), str | list))
         return chooses or override.package is not None or override.is_hydra_override()
@@ -178,8 +178,8 @@ class Composer:
             if group == "level":
                 typed = next(text for text in texts if _key(text) == group)
                 raise UserError(
-                    f"{typed}: the task has no levels; leave it out, or take a task that has, such "
-                    f"as task=graph with {', '.join(LEVELS['graph'])}"
+                    f"{typed}: the task has no levels; leave it out, or choose a task with levels, "
+                    f"such as task=graph with {', '.join(LEVELS['graph'])}"
                 ) from error
             # the task has no choice in this group yet
             return self._of_files([f"+{t}" if _key(t) == group else t for t in texts])
@@ -187,17 +187,17 @@ class Composer:
     def _set(
         self, config: DictConfig, overrides: Sequence[Override], *, may_miss: bool = False
     ) -> None:
-        """Set keys, with or without `+`, whether or not they are there; delete those with `~`.
+        """Set keys, with or without `+`, whether or not they exist; delete keys with `~`.
 
         Args:
-            may_miss: whether a key that is to be deleted may be gone already.
+            may_miss: whether a key to be deleted may be missing.
         """
         deleted: set[str] = set()
         for override in overrides:
             key, value = override.key_or_group, override.value()
             if override.is_delete():
                 is_gone = may_miss and OmegaConf.select(config, key, default=_GONE) is _GONE
-                if key not in deleted and not is_gone:  # a trial that is retried has it twice
+                if key not in deleted and not is_gone:  # a retried trial has the override twice
                     _delete(config, key, value)
                 deleted.add(key)
                 continue
@@ -207,7 +207,7 @@ class Composer:
                 raise UserError(f"{override.input_line}: {_one_line(error)}") from error
 
     def files(self, overrides: Sequence[str]) -> list[Source]:
-        """The files of a composition, in the order they are merged; to word a message only."""
+        """Return the files of a composition in the order of merging; only messages use them."""
         try:
             result = self.loader.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
         except Exception:
@@ -220,13 +220,13 @@ class Composer:
         return files
 
     def overlay(self, base: Mapping[str, Any], overrides: Sequence[str]) -> DictConfig:
-        """A saved configuration with the command line on top; groups are replaced as a whole."""
+        """Return a saved configuration with the overrides applied; groups are replaced whole."""
         config = OmegaConf.create(dict(base))
         parsed = self.parse(overrides)
         for override in parsed:
             key = override.key_or_group
             if key in _FIXED and override.value() != (of := self._saved(base, key)):
-                raise UserError(f"{key}={override.value()}: that run is of {key} {of}")
+                raise UserError(f"{key}={override.value()}: the saved run is of {key} {of}")
             if key == "experiment":
                 raise UserError(f"{override.input_line}: a saved run has its experiment already")
         chosen = [
@@ -239,17 +239,17 @@ class Composer:
             config.update({o.key_or_group: fresh[o.key_or_group] for o in chosen})
         rest = [o for o in parsed if o not in chosen and o.key_or_group not in _FIXED]
         with self._translated(overrides):
-            self._set(config, rest, may_miss=True)  # as of a run that goes on for the second time
+            self._set(config, rest, may_miss=True)  # an earlier resume may have deleted the key
         return config
 
     def _saved(self, base: Mapping[str, Any], key: str) -> Any:
-        """What a saved configuration has of a key; where it is older than the key, the default."""
+        """Return a saved value of a key, or its default if the saved run is older than the key."""
         if base.get(key) is None and base.get("task") is not None:
             return self.compose([f"task={base['task']}"]).get(key)
         return base.get(key)
 
     def plain(self, config: DictConfig, origins: Origins) -> dict[str, Any]:
-        """Everything resolved, as plain dicts and lists; nothing may be missing."""
+        """Return the configuration resolved, as plain dicts and lists; no value may be missing."""
         try:
             values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         except MissingMandatoryValue as error:
@@ -284,7 +284,7 @@ class Composer:
             what = "not valid YAML: " if isinstance(error, yaml.YAMLError) else ""
             what += _one_line(error)
             if isinstance(error, RecursionError):
-                what = "defaults that lead back to themselves, or too deep"
+                what = "defaults lists that lead back to themselves, or are nested too deeply"
             raise UserError(f"{where}: {what}") from error
         except OSError as error:
             if error.filename is None:  # Hydra's, for a file that is neither mapping nor list
@@ -292,7 +292,7 @@ class Composer:
                 raise UserError(f"{where}: expected a mapping") from error
             raise UserError(f"{error.filename!s}: {error.strerror}") from error
         except (HydraException, OmegaConfBaseException) as error:
-            file, lines = told(error)
+            file, lines = split_message(error)
             if file:
                 paths = [folder / f"{file}.yaml" for folder in reversed(self.folders)]
                 where = short(next(filter(Path.is_file, paths), paths[0]))
@@ -304,7 +304,7 @@ class Composer:
             raise UserError(_one_line("\n".join(lines), 3), key=where) from error
 
     def _broken_file(self) -> str:
-        """The first of her files that is not a configuration by itself."""
+        """Return the first of the user's files that is not a valid configuration by itself."""
         for path in sorted(self.config_dir.glob("*/*.yaml")) if self.config_dir else []:
             try:
                 content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -335,7 +335,7 @@ class Composer:
         return message
 
     def _mention(self, group: str, choice: str) -> str:
-        """The line of a defaults list that asks for a choice."""
+        """Return file and line of a defaults list that names a choice."""
         pattern = re.compile(rf"(^|[\s/\[{{]){re.escape(group)}\s*:\s*{re.escape(choice)}\b")
         for folder in reversed(self.folders):
             for path in sorted(folder.glob("*/*.yaml")):
@@ -349,10 +349,10 @@ _GONE = object()
 
 
 def _delete(config: DictConfig, key: str, value: Any = None) -> None:
-    """Take a key out.
+    """Delete a key.
 
     Raises:
-        UserError: it is not there, or it has another value than the one given.
+        UserError: the key does not exist, or has another value than the one given.
     """
     above, _, name = key.rpartition(".")
     node = OmegaConf.select(config, above) if above else config
@@ -366,7 +366,7 @@ def _delete(config: DictConfig, key: str, value: Any = None) -> None:
 
 
 def task_config(composed: DictConfig) -> DictConfig:
-    """A composition without Hydra's own node, open to new keys."""
+    """Return a composition without Hydra's own node, open to new keys."""
     HydraConfig.instance().set_config(composed)  # for ${hydra:…} in the user's files
     config = composed.copy()
     OmegaConf.set_readonly(config, False)
@@ -381,7 +381,7 @@ def _key(override: str) -> str:
 
 def _unreadable(text: str, error: Exception) -> str:
     if "=" not in text and not text.startswith("~"):
-        return f"{text}: expected key=value or group=choice\n  --help shows what there is"
+        return f"{text}: expected key=value or group=choice\n  --help lists keys and groups"
     reason = _one_line(error)
     return f"{text}: this value can't be read: {reason}\n  quote it: '{_key(text)}=\"…\"'"
 

@@ -1,4 +1,4 @@
-"""The folders of configurations and the choices in them, found without Hydra, for the help."""
+"""Finds the folders of configurations and the choices in them, without Hydra, for the help."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 from attnkit.lightning.errors import UserError
 
 CONFIG_NAME = "config"
-"""Of conf/config.yaml, with which every composition begins."""
+"""Name of the file conf/config.yaml, with which every composition begins."""
 
 
 def folders(config_dir: Path | None) -> list[Path]:
-    """attnkit's own conf/ and the user's folder.
+    """Return attnkit's own conf/ and the user's folder.
 
     Raises:
-        UserError: the user's folder is not there, or would replace attnkit's configuration.
+        UserError: the user's folder does not exist, or would replace attnkit's configuration.
     """
     shipped = Path(__file__).resolve().parents[2] / "conf"
     if config_dir is None:
@@ -29,10 +29,10 @@ def folders(config_dir: Path | None) -> list[Path]:
 
 
 def groups(folders: Sequence[Path]) -> dict[str, list[str]]:
-    """Each group and its choices, sorted, of all folders together."""
+    """Return each group and its choices, sorted, over all folders."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for path in folder.glob("*/*.yaml"):
             found.setdefault(path.parent.name, set()).add(path.stem)
-    found.pop("hydra", None)  # which the command line sets
+    found.pop("hydra", None)  # only the command line may set it
     return {name: sorted(found[name]) for name in sorted(found)}

@@ -1,4 +1,4 @@
-"""Hydra's own words on the command line: what each of them means here.
+"""Hydra's own settings on the command line ("words"), and what each of them means here.
 
 | word | meaning |
 |---|---|
@@ -8,9 +8,9 @@
 | `hydra.job.name` | replaces the task's name in outputs/<task>/… |
 | `hydra.job.config.override_dirname.*` | how `${hydra.job.override_dirname}` is written |
 | `hydra/launcher`, `hydra.launcher.*` | where the trials of a sweep run |
-| `hydra/sweeper`, `hydra.sweeper.*` | who chooses the trials |
+| `hydra/sweeper`, `hydra.sweeper.*` | what chooses the trials |
 
-Hydra itself resolves the interpolations in them. Its other settings are refused.
+Hydra itself resolves interpolations in them. Its other settings are refused.
 """
 
 import re
@@ -35,21 +35,21 @@ JOB_NAME, DIRNAME = "hydra.job.name", "hydra.job.config.override_dirname."
 _PLACES = (RUN_DIR, SWEEP_DIR, SUBDIR, JOB_NAME)
 _LAUNCHER = ("hydra/launcher", "hydra.launcher.")
 _SWEEPER = ("hydra/sweeper", "hydra.sweeper.")
-_LONGEST = 255  # bytes of a folder's name
+_LONGEST = 255  # bytes in a folder's name
 
 
 def is_launcher(word: str) -> bool:
-    """Whether a word of Hydra's says where trials run."""
+    """Return whether a word of Hydra's sets the launcher, which decides where trials run."""
     return key_of(word).startswith(_LAUNCHER)
 
 
 def is_sweeper(word: str) -> bool:
-    """Whether a word of Hydra's says who chooses the trials."""
+    """Return whether a word of Hydra's sets the sweeper, which chooses the trials."""
     return key_of(word).startswith(_SWEEPER)
 
 
 def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The overrides of the configuration, and Hydra's words."""
+    """Return the overrides of the configuration, and Hydra's words."""
     hydra = [o for o in overrides if re.match(r"hydra[./]", key_of(o))]
     return [o for o in overrides if o not in hydra], hydra
 
@@ -57,12 +57,12 @@ def split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 def read(
     composer: Composer, overrides: Sequence[str], *, multirun: bool
 ) -> tuple[list[str], list[str]]:
-    """A command line without Hydra's words, and those of them that are for a sweep.
+    """Return the overrides without Hydra's words, and those of its words that a sweep needs.
 
-    Its folders become `run_dir`, its job name the composer's.
+    Hydra's folders become `run_dir`, and its job name becomes that of the composer.
 
     Raises:
-        UserError: a word means nothing here, or contradicts another one.
+        UserError: a word is not supported, or contradicts another one.
     """
     rest, words = split(overrides)
     for word in words:
@@ -83,10 +83,10 @@ def read(
 def trial_folder(
     composer: Composer, words: Sequence[str], overrides: Sequence[str], number: int
 ) -> str | None:
-    """The name that hydra.sweep.subdir gives the folder of a trial; None where it is not given.
+    """Return the name that hydra.sweep.subdir gives a trial's folder; None if it is not set.
 
     Raises:
-        UserError: it is not one folder's name.
+        UserError: it is not the name of one folder.
     """
     word = next((w for w in reversed(words) if key_of(w) == SUBDIR), None)
     if word is None:
@@ -104,10 +104,10 @@ def trial_folder(
 def settings(
     composer: Composer, words: Sequence[str], node: str, kind: type, what: str
 ) -> dict[str, Any]:
-    """The values of `hydra.launcher.*` or `hydra.sweeper.*`, checked as arguments of a dataclass.
+    """Return the values of `hydra.launcher.*` or `hydra.sweeper.*`, checked against a dataclass.
 
     Raises:
-        UserError: there is no such argument, or it is of another type.
+        UserError: the dataclass has no such field, or one of another type.
     """
     config = OmegaConf.create({})
     for override in composer.parse([w for w in words if key_of(w).startswith(f"{node}.")]):
@@ -138,7 +138,7 @@ def _check_known(word: str) -> None:
 
 
 def _check_place(rest: Sequence[str], words: Sequence[str], *, multirun: bool) -> None:
-    """Refuse words of a sweep without -m, those of a run with it, and contradictions."""
+    """Refuse a sweep's words without -m, a run's words with it, and contradictions."""
     keys = {key_of(word): word for word in words}
     typed = {key_of(override): override for override in rest}
     mine = SWEEP_DIR if multirun else RUN_DIR
@@ -176,7 +176,7 @@ def _resolved(composer: Composer, overrides: Sequence[str], words: Sequence[str]
     dirname = config.hydra.job.config.override_dirname
     typed = [str(o.input_line) for o in parsed if o.key_or_group not in dirname.exclude_keys]
     joined = dirname.item_sep.join(sorted(typed)).replace("=", dirname.kv_sep)
-    config.hydra.job.override_dirname = joined  # as Hydra does it, of what was typed
+    config.hydra.job.override_dirname = joined  # as Hydra computes it from the typed overrides
     HydraConfig.instance().set_config(config)  # for ${hydra:…}
     try:
         value = str(OmegaConf.select(config, key, throw_on_missing=True))

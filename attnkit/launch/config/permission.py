@@ -1,7 +1,7 @@
-"""Whose code a configuration may name: attnkit's, its dependencies', and what the user allowed.
+"""Which code a configuration may name: attnkit's, its dependencies', and what the user allowed.
 
-Permission is given on the command line only, never by a file: `allow=[mypackage]`, or by
-`--config-dir FOLDER` for the modules and packages that lie directly in that folder.
+Only the command line gives permission, never a file: `allow=[mypackage]` for packages, and
+`--config-dir FOLDER` for modules and packages that lie directly in that folder.
 """
 
 import sys
@@ -25,7 +25,7 @@ class Consent:
     folder: Path | None = None
 
     def make_importable(self) -> None:
-        """Her folder (and with `allow`, the current one) on the module path, after all others."""
+        """Append the user's folder, and with `allow` the current one, to the module path."""
         folders = [self.folder] if self.folder else []
         folders += [Path.cwd()] if self.packages else []
         for folder in folders:
@@ -34,9 +34,9 @@ class Consent:
         invalidate_caches()
 
     def check(self, config: Mapping[str, Any], origins: Origins | None = None) -> tuple[str, ...]:
-        """The user's packages that this configuration names; all else that may not be is refused.
+        """Return the user's packages that the configuration names; refuse code that is not allowed.
 
-        Nothing is imported; of what the name alone tells to be refused, the source is not read.
+        Nothing is imported. If the name alone is a reason to refuse it, its source is not read.
         """
         named = dict.fromkeys(self.packages)
         for key, target in targets(config):
@@ -49,12 +49,12 @@ class Consent:
                 and allowlist.is_unknown(package)
                 and not signatures.source_of(package)
             ):
-                continue  # there is no such package, which validate() says better
+                continue  # there is no such package; validate() has a better message for that
             raise UserError(problem, key=key, where=origins.of(key) if origins else "")
         return tuple(named)
 
     def _holds(self, package: str) -> bool:
-        """Whether a module or package lies directly in her folder (not in an environment there)."""
+        """Return whether a package lies in the user's folder itself, not in an environment."""
         if self.folder is None or not allowlist.is_unknown(package):
             return False
         source = signatures.source_of(package)
@@ -65,7 +65,7 @@ class Consent:
 
 
 def _wrong_kind(target: str) -> str | None:
-    """Why a name of the allowed packages can't be built, as far as its source tells."""
+    """Return why a name in an allowed package can't be built, as far as its source shows."""
     if target.partition(".")[0] not in allowlist.PACKAGES:
         return None
     definition = signatures.definition_of(target)
@@ -81,7 +81,7 @@ def _wrong_kind(target: str) -> str | None:
 
 
 def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The packages of `allow=[…]`, which no file may set."""
+    """Return the packages of `allow=[…]`, which only the command line may set."""
     allow = config.get("allow") or []
     if allow and not any(o.lstrip("+").startswith("allow=") for o in overrides):
         raise UserError("allow: set in a file; packages can be allowed only on the command line")
@@ -93,7 +93,7 @@ def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str
 
 
 def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every `_target_` of a configuration, with its key path."""
+    """Yield the key path and the value of every `_target_` in a configuration."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             below = f"{key}.{name}" if key else str(name)

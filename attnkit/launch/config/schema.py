@@ -1,7 +1,7 @@
-"""The keys every task understands; everything below them is the constructors' own.
+"""The top-level keys of every task. The keys below them are arguments of constructors.
 
-The dataclass is read like any other constructor (signatures.py), so that there is one check and one
-form of message for `seed=abc` and for `model.depth=abc`.
+The dataclass is read like any other constructor (signatures.py), so that `seed=abc` and
+`model.depth=abc` are checked in the same way and get the same form of message.
 """
 
 import math
@@ -17,44 +17,44 @@ REPRODUCE = f"{__name__}.Reproduce"
 
 @dataclass
 class Config:
-    """What stands at the top of a configuration."""
+    """The top-level keys of a configuration."""
 
     task: str
     """Name of the task; the run folder is outputs/<task>/<date_time>."""
     level: str | None = None
-    """What of the task's data is learned, where it has several levels."""
+    """What the task predicts (node, link, …), for tasks with several levels."""
     run: str = "train"
     """What to do: one of `MODES` (launch/modes)."""
 
     module: dict[str, Any] | None = None
-    """The LightningModule; gets those of `PARTS` that it takes."""
+    """The LightningModule; it is given those of `PARTS` that it takes."""
     model: dict[str, Any] | None = None
-    """The network. A null below it is filled in from the data."""
+    """The network. Nulls below it are filled in from the data."""
     backbone: dict[str, Any] | None = None
-    """The network that `model` puts attention into, if it does."""
+    """The network into which `model` inserts attention, if it does."""
     attention: dict[str, Any] | None = None
-    """What it puts there; a mapping without keys: nothing."""
+    """The attention that is inserted; a mapping without keys means none."""
     encoder: dict[str, Any] | None = None
     """The part of `model` that reads the input, if it has one."""
     decoder: dict[str, Any] | None = None
-    """The part that writes the output."""
+    """The part of `model` that produces the output, if it has one."""
     data: dict[str, Any] | None = None
     """The LightningDataModule."""
     predict: dict[str, Any] | None = None
-    """The LightningDataModule of run=predict, which gets `images`; or a callback of a prediction of
-    `data`, as it is also without it."""
+    """The LightningDataModule of run=predict, which reads `images`; or a callback for predictions
+    of `data`. Without it, `data` is predicted, too."""
     export: dict[str, Any] | None = None
-    """What run=export gives the module to."""
+    """The `Export` by which run=export writes the module."""
     explain: dict[str, Any] | None = None
-    """What run=explain explains, how, and how far it is judged."""
+    """The `Report` of run=explain: what is explained, by which methods, and how they are tested."""
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     finetune: dict[str, Any] | None = None
-    """What is trained of the model, and how fast: a function of the model."""
+    """A function of the model that chooses trained parameters and their learning rates."""
     distill: dict[str, Any] | None = None
-    """The teacher of a training: a callback, which takes part where `teacher` is not null."""
+    """The callback of distillation, which takes part if its `teacher` is not null."""
     trainer: dict[str, Any] | None = None
-    """Arguments of lightning.Trainer, and those of `TrainerExtras`."""
+    """Arguments of lightning.Trainer and of `TrainerExtras`."""
     logger: dict[str, Any] | None = None
     callbacks: dict[str, Any] | None = None
 
@@ -64,31 +64,31 @@ class Config:
     splits: int | Literal["all"] | None = None
     """Number of runs, with data.split=0, 1, …, each in its own folder."""
     run_dir: str | Path | None = None
-    """Where to write: a new or an empty folder."""
+    """The folder to write to, which must be new or empty."""
     init: str | Path | None = None
     """A run folder, checkpoint or other weights to start training from."""
     resume: str | Path | None = None
-    """A run folder to go on in, or latest."""
+    """A run folder to continue in, or latest."""
     sweep: str | Path | None = None
     """The folder of a sweep, for run=retry and run=report."""
     ckpt: str | Path | None = None
-    """A checkpoint, or a run folder (its best.ckpt)."""
+    """A checkpoint, or a run folder, of which best.ckpt is read."""
     images: str | Path | None = None
-    """For run=predict and explain, where the task has `predict`: a folder or a file."""
+    """An image or a folder for run=predict and run=explain, if the task has `predict`."""
     compile: bool | Literal["default", "reduce-overhead", "max-autotune"] = False
-    """torch.compile of the model, with this mode."""
+    """Whether to use torch.compile on the model, or its mode."""
     precision: str | int = 32
-    """As lightning.Trainer's: 32, bf16-mixed, 16-mixed, …"""
+    """The precision of lightning.Trainer: 32, bf16-mixed, 16-mixed, …"""
     rank_logs: bool = False
-    """Also a log of every further process of a run: run_rank1.log, …"""
+    """Whether every further process of a run writes a log of its own: run_rank1.log, …"""
     allow: list[str] | None = None
-    """Packages of your own that may be named; on the command line only."""
+    """Your own packages that the configuration may name; only on the command line."""
     vars: dict[str, Any] | None = None
-    """Yours, for interpolations: dim: ${vars.dim}."""
+    """Your own values for interpolations: dim: ${vars.dim}."""
     record: dict[str, Any] | None = None
-    """Of an experiment, the figure that it reproduces (launch/records/record.py)."""
+    """The figure that an experiment reproduces (launch/records/record.py)."""
     reproduce: dict[str, Any] | None = None
-    """Which records run=reproduce runs: arguments of `Reproduce`."""
+    """The records that run=reproduce runs: arguments of `Reproduce`."""
 
 
 @dataclass
@@ -96,13 +96,13 @@ class TrainerExtras:
     """Arguments of `trainer` beside those of lightning.Trainer."""
 
     limit_batches: int | float | None = None
-    """All its limit_*_batches: a number of batches or a fraction."""
+    """A value for all limit_*_batches: a number of batches or a fraction."""
     minutes: int | float | None = None
-    """How long a training takes, in the place of max_epochs."""
+    """Duration of a training, instead of max_epochs."""
     timeout_seconds: int | float | None = None
-    """How long a process waits for the others of its run."""
+    """How long a process waits for the other processes of its run."""
     oom_retry: bool = True
-    """Whether to try again with half the batch when memory runs out."""
+    """Whether to try again with half the batch size if memory runs out."""
 
 
 @dataclass
@@ -110,24 +110,24 @@ class Reproduce:
     """The settings of run=reproduce; without any, it lists the records."""
 
     name: str | list[str] | None = None
-    """One record, or several."""
+    """Names of records to run."""
     minutes: int | float | None = None
-    """All records that together take no longer, and whose data is there."""
+    """Time limit: run the shortest records that fit into it and whose data is available."""
 
 
-# Nodes that are one object (`_target_` needed when not null), in the order they are reported.
+# Nodes that are one object (and need a `_target_` if not null), in the order of checking.
 OBJECTS = (
     "module", "model", "backbone", "attention", "encoder", "decoder", "data", "predict",
     "export", "explain", "optimizer", "scheduler", "finetune", "distill",
 )  # fmt: skip
 
-# What the tasks of this package learn, by `level`: those of one are not those of another.
+# The levels of each task that has several.
 LEVELS = {
     "graph": ("node", "node_values", "link", "graph", "graph_values"),
     **dict.fromkeys(("vit", "spatial", "channel"), ("image", "image_values")),
 }
 
-# Keys that are looked for in the wrong place, and what to write instead.
+# Keys that users write in the wrong place, and what to write instead.
 INSTEAD = {
     "layer_decay": "finetune.layer_decay",
     "head_lr": "finetune.head_lr",
@@ -140,7 +140,7 @@ INSTEAD = {
 # Nodes that hold several objects by name.
 COLLECTIONS = ("logger", "callbacks")
 
-# What a run brings itself, if null does not leave it out, and what can be set of it.
+# Objects that every run has unless null leaves them out, and what can be set of them.
 BROUGHT: dict[str, dict[str, str]] = {
     "logger": {},
     "callbacks": {
@@ -150,14 +150,14 @@ BROUGHT: dict[str, dict[str, str]] = {
     },
 }
 
-# Callbacks of earlier versions, and what leaves out what they wrote.
+# Callbacks of earlier versions, and what replaces setting them to null.
 FORMER = {
     "cost": "expected callbacks.steps.cost=false",
     "throughput": "expected callbacks.steps.throughput=false",
     "results": "every run writes results.json",
 }
 
-# Arguments of lightning.Trainer that have a place of their own.
+# Arguments of lightning.Trainer that are set by another key.
 ELSEWHERE = {
     "logger": "logger.<name>",
     "callbacks": "callbacks.<name>",
@@ -166,14 +166,14 @@ ELSEWHERE = {
     "enable_checkpointing": "callbacks.checkpoint",
 }
 
-# Those that would do nothing here, or take away what a run is.
+# Arguments of lightning.Trainer that would have no effect here, or would disable a run's files.
 UNUSED = {
     "model_registry": "it uploads checkpoints to a platform; a run keeps them in run_dir",
     "barebones": "it leaves out callbacks and checkpoints; to measure a step: run=bench",
 }
 
-# What numbers must be, in words and as a test. lightning.Trainer takes its own without a look, and
-# fails on them later or ignores them.
+# Allowed numbers, in words and as a test. lightning.Trainer does not check its own arguments: it
+# fails later or ignores them.
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "seed": ("0 to 4294967295", lambda number: 0 <= number < 2**32),
     "seeds": ("1 to 1000 runs", lambda number: 1 <= number <= 1000),
@@ -190,19 +190,19 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "trainer.max_steps": ("at least 1, or -1 for no end", bool),
 }
 
-# Nodes in which a null is filled in from what the data module says of itself.
+# Nodes whose nulls are filled in with facts of the data.
 FILLED = ("model", "module", "encoder", "decoder")
 
-# Nodes in which a null is still to be filled in when the configuration is checked.
+# Nodes that may contain nulls when the configuration is checked.
 NULLABLE = (*FILLED, "predict")
 
-# Parts the module's constructor is given, when it takes them.
+# Parts that are passed to the module's constructor if it takes them.
 PARTS = ("model", "optimizer", "scheduler", "finetune")
 
-# Parts the model's constructor is given, when it takes them.
+# Parts that are passed to the model's constructor if it takes them.
 MODEL_PARTS = ("backbone", "attention", "encoder", "decoder")
 
-# What may change in a run that is resumed: nothing that the model or its training depends on.
+# Keys that may change in a resumed run. The model does not depend on them.
 RESUMABLE = (
     "trainer.",
     "callbacks.",

@@ -1,9 +1,9 @@
-"""The constructor is the only schema: what a `_target_` takes, read from its source.
+"""Reads the arguments of a `_target_` from its source: the constructor is the only schema.
 
-A config node `{_target_: package.module.Class, key: value}` is right when the constructor of Class
-takes `key` and `value`. Importing the class to ask it would import torch (seconds) and run foreign
-code before it was allowed, so the source file is parsed instead. What cannot be read this way
-(compiled code, names made at run time) is `None` here and is left to the constructor itself.
+A config node `{_target_: package.module.Class, key: value}` is valid if the constructor of Class
+takes `key` and `value`. Importing the class would import torch (seconds) and run foreign code
+before it is allowed, so the source file is parsed instead. For what can't be read this way
+(compiled code, names created at run time) the result is `None`, and the constructor itself checks.
 """
 
 import ast
@@ -22,7 +22,7 @@ MAX_HOPS = 12  # re-exports and base classes followed before giving up
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument of a constructor: its annotation (None: anything goes) and where it stands."""
+    """One argument of a constructor: its annotation (None accepts anything) and its module."""
 
     name: str
     annotation: ast.expr | None
@@ -32,7 +32,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments a target takes; `open` means that it also takes names unknown here."""
+    """The arguments of a target; `open` means that it also takes other names (`**kwargs`)."""
 
     parameters: dict[str, Parameter]
     open: bool = False
@@ -49,13 +49,13 @@ class Module:
     is_package: bool = False
 
     def package(self, level: int) -> str:
-        """The package that a relative import of this level starts from."""
+        """Return the package that a relative import of this level starts from."""
         parts = self.name.split(".")
         return ".".join(parts[: len(parts) - level + self.is_package])
 
 
 def takes_images(node: Mapping[str, Any] | None) -> bool:
-    """Whether `predict` is data that reads images=…; else the run predicts its own data."""
+    """Return whether `predict` is data that reads images=…; if not, `data` is predicted."""
     if not node or "_target_" not in node:
         return False
     signature = signature_of(node["_target_"])
@@ -63,23 +63,23 @@ def takes_images(node: Mapping[str, Any] | None) -> bool:
 
 
 def signature_of(target: str) -> Signature | None:
-    """The signature of the class or function at a dotted path, or None where it can't be read."""
+    """Return the signature of a class or function at a dotted path; None if it can't be read."""
     found = _find(target)
     try:
         return _signature(*found) if found else None
-    except RecursionError:  # of a text that no one writes
+    except RecursionError:  # an annotation nested too deeply
         return None
 
 
 def known(target: str) -> Signature:
-    """That of a target which is there for certain."""
+    """Return the signature of a target that certainly exists."""
     found = signature_of(target)
     assert found is not None, target
     return found
 
 
 def definition_of(target: str) -> tuple[str, bool] | None:
-    """The name under which a class or function is written, and whether it is a class."""
+    """Return the dotted name at which a class or function is defined, and whether it is a class."""
     found = _find(target)
     if found is None or not isinstance(found[0], ast.ClassDef | ast.FunctionDef):
         return None
@@ -87,9 +87,9 @@ def definition_of(target: str) -> tuple[str, bool] | None:
 
 
 def missing_part(target: str) -> tuple[str, str, list[str]] | None:
-    """Where a dotted path stops to exist: the part that does, the name it lacks, those it has.
+    """Return the module at which a dotted path ends, the name that it lacks, and its names.
 
-    None when that can't be told from the source.
+    The result is None if the source does not show that.
     """
     parts = target.split(".")
     for cut in range(len(parts) - 1, 0, -1):
@@ -106,7 +106,7 @@ def missing_part(target: str) -> tuple[str, str, list[str]] | None:
 
 
 def source_of(target: str) -> Path | None:
-    """The file or package folder that provides the root of a dotted path."""
+    """Return the file or package folder of a dotted path's root."""
     spec = _root(target.partition(".")[0])
     if spec is None:
         return None
@@ -119,7 +119,7 @@ def source_of(target: str) -> Path | None:
 
 
 def _root(name: str) -> ModuleSpec | None:
-    """Python's own finder, asked for a top-level name only: that imports nothing."""
+    """Find a top-level name with Python's own finder, which imports nothing for such a name."""
     try:
         return find_spec(name)
     except (ImportError, ValueError, AttributeError):
@@ -127,7 +127,7 @@ def _root(name: str) -> ModuleSpec | None:
 
 
 def _module(name: str) -> Module | None:
-    """A module found by walking folders: only the root goes through Python's own finder."""
+    """Find a module by walking folders, since Python's finder would import its packages."""
     root, *rest = name.split(".")
     spec = _root(root)
     if spec is None:
@@ -135,7 +135,7 @@ def _module(name: str) -> Module | None:
     folders = list(spec.submodule_search_locations or [])
     path = spec.origin if spec.origin and spec.origin.endswith(".py") else None
     for part in rest:
-        for folder in folders:  # of texts, as a Path would take most of the time
+        for folder in folders:  # strings, since Path objects would take most of the time
             if isfile(package := f"{folder}/{part}/__init__.py"):
                 path, folders = package, [f"{folder}/{part}"]
                 break
@@ -152,7 +152,7 @@ def _module(name: str) -> Module | None:
 
 @lru_cache(maxsize=512)
 def _parsed(name: str, file: str, changed: int) -> Module:
-    """The module, read once for each state of its file: a process may run several commands."""
+    """Return the module, parsed once for each state of its file, as a process may run again."""
     path = Path(file)
     module = Module(name, path, is_package=path.name == "__init__.py")
     body = ast.parse(path.read_bytes()).body
@@ -162,7 +162,7 @@ def _parsed(name: str, file: str, changed: int) -> Module:
 
 
 def _collect(body: list[ast.stmt], names: dict[str, ast.AST]) -> None:
-    """Top-level definitions, also those inside `if` and `try` (TYPE_CHECKING, optional imports)."""
+    """Collect top-level definitions, also those inside `if` and `try` (such as TYPE_CHECKING)."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names[node.name] = node
@@ -183,7 +183,7 @@ def _collect(body: list[ast.stmt], names: dict[str, ast.AST]) -> None:
 
 
 def _find(dotted: str) -> tuple[ast.AST, Module] | None:
-    """The definition at `package.module.Name[.attribute]`, following re-exports."""
+    """Return the definition at `package.module.Name[.attribute]`, following re-exports."""
     parts = dotted.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         module = _module(".".join(parts[:cut]))
@@ -201,7 +201,7 @@ def _find(dotted: str) -> tuple[ast.AST, Module] | None:
 
 
 def lookup(name: str, module: Module, hops: int = 0) -> tuple[ast.AST, Module] | None:
-    """What a name in a module stands for: a definition and the module it is written in."""
+    """Return the definition behind a name in a module, and the module that contains it."""
     node = module.names.get(name)
     if hops > MAX_HOPS:
         return None
@@ -251,13 +251,13 @@ def _signature(node: ast.AST, module: Module, hops: int = 0) -> Signature | None
             merged = {n: p for n, p in base.parameters.items() if n not in own.parameters}
             optional = {
                 n: Parameter(n, p.annotation, False, p.module) for n, p in merged.items()
-            }  # the subclass may well pass them itself
+            }  # optional, since the subclass may pass them itself
             return Signature({**own.parameters, **optional}, base.open)
     return own
 
 
 def _inherited(node: ast.ClassDef, module: Module, hops: int) -> Signature | None:
-    """The constructor that Python finds behind a class's own; None: it cannot be read."""
+    """Return the signature of the constructor that a class inherits; None if it can't be read."""
     ancestors = _ancestors(node, module, hops)
     for found in ancestors:
         if found is not None and _has_constructor(found[0]):
@@ -268,8 +268,8 @@ def _inherited(node: ast.ClassDef, module: Module, hops: int) -> Signature | Non
 def _ancestors(
     node: ast.ClassDef, module: Module, hops: int
 ) -> list[tuple[ast.ClassDef, Module] | None]:
-    """The classes that a class is derived from as Python looks through them: base by base, and each
-    behind all that are derived from it. None: one that cannot be read."""
+    """Return the ancestors of a class in Python's order: base by base, each after all classes
+    that derive from it. None stands for a class that can't be read."""
     order: list[tuple[ast.ClassDef, Module] | None] = []
     for base in node.bases:
         text = ast.unparse(base)
@@ -285,7 +285,7 @@ def _ancestors(
 
 
 def _has_constructor(node: ast.ClassDef) -> bool:
-    """Whether it is written in the class, or made of its fields."""
+    """Return whether a class defines a constructor, or is a dataclass."""
     written = any(isinstance(n, ast.FunctionDef) and n.name == "__init__" for n in node.body)
     return written or any("dataclass" in ast.unparse(d) for d in node.decorator_list)
 
@@ -305,7 +305,7 @@ def _arguments(function: ast.FunctionDef, module: Module, *, bound: bool) -> Sig
 
 
 def _fields(node: ast.ClassDef, module: Module) -> dict[str, Parameter]:
-    """The arguments of a dataclass that are its own."""
+    """Return the fields that a dataclass defines itself, as arguments."""
     return {
         n.target.id: Parameter(n.target.id, n.annotation, n.value is None, module)
         for n in node.body
@@ -316,7 +316,7 @@ def _fields(node: ast.ClassDef, module: Module) -> dict[str, Parameter]:
 
 
 def _passes_kwargs_on(init: ast.FunctionDef) -> bool:
-    """Whether `super().__init__(…, **kwargs)` is all that happens to the keyword arguments."""
+    """Return whether a constructor passes its keyword arguments to `super().__init__`."""
     kwargs = init.args.kwarg
     return kwargs is not None and any(
         isinstance(n, ast.Call)

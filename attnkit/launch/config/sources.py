@@ -1,4 +1,4 @@
-"""Where a key of the composed configuration was written: the command line, or file and line."""
+"""Finds where a key of the configuration was written: on the command line, or file and line."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from attnkit.launch.command import dotted_key
 
 @dataclass(frozen=True)
 class Source:
-    """One YAML file that was composed, and the key path its content went to."""
+    """A YAML file of a composition, and the key path below which its content was placed."""
 
     path: Path
     package: str
@@ -19,21 +19,22 @@ class Source:
 
 @dataclass(frozen=True)
 class Origins:
-    """What a configuration was composed from.
+    """The overrides and files that a configuration was composed from.
 
     Args:
-        overrides: of the command line.
-        find_files: the files in the order they were merged; called once there is a message.
+        overrides: the overrides of the command line.
+        find_files: returns the files in the order of merging; called only for a message.
     """
 
     overrides: Sequence[str] = ()
     find_files: Callable[[], Sequence[Source]] = tuple
 
     def of(self, key: str) -> str:
-        """`model.depth=abc` as typed, or `path/to/file.yaml:12`; empty where neither has it."""
+        """Return `model.depth=abc` as typed, or `path/to/file.yaml:12`, or an empty text."""
         return self.typed(key) or self.written(key)
 
     def typed(self, key: str) -> str:
+        """Return the last override that sets the key, or a key above or below it."""
         for override in reversed(self.overrides):
             name = dotted_key(override)
             if name == key or key.startswith(f"{name}.") or name.startswith(f"{key}."):
@@ -41,6 +42,7 @@ class Origins:
         return ""
 
     def written(self, key: str) -> str:
+        """Return file and line of the last file that contains the key."""
         for source in reversed(self.find_files()):
             prefix = f"{source.package}." if source.package else ""
             if key.startswith(prefix):
@@ -51,7 +53,7 @@ class Origins:
 
 
 def line_of(path: Path, keys: Iterable[str]) -> int | None:
-    """The line on which a key path stands in a YAML file."""
+    """Return the line of a key path in a YAML file."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -75,7 +77,7 @@ def line_of(path: Path, keys: Iterable[str]) -> int | None:
 
 
 def short(path: Path) -> str:
-    """Relative to the current folder where that is shorter."""
+    """Return a path relative to the current folder if it lies below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,7 +1,7 @@
-"""Every key of a configuration against the constructor it is meant for; no torch, nothing written.
+"""Checks every key of a configuration against its constructor, without torch or writing.
 
-Problems are raised as `UserError` naming the key, what was given, what was expected, where it was
-written and the nearest right name.
+Problems are raised as `UserError`, which names the key, the given value, the expected one, where it
+was written and the nearest right name.
 """
 
 import math
@@ -26,7 +26,7 @@ _DIRECTIVES = {"_target_", "_partial_", "_args_"}
 
 
 def validate(config: dict[str, Any], origins: Origins) -> None:
-    """Check the whole configuration, in place making relative paths absolute."""
+    """Check the whole configuration, and make its relative paths absolute in place."""
     check_arguments("", config, signatures.known(schema.TARGET), origins, what="attnkit")
     _settle_modes(config, origins)
     for key in schema.OBJECTS:
@@ -34,7 +34,7 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
         if node:
             if "_target_" not in node:
                 message = "missing: the class to build"
-                if key in schema.MODEL_PARTS:  # whose choice "none" is a mapping without a key
+                if key in schema.MODEL_PARTS:  # the choice "none" is a mapping without keys
                     message += f"; {key}=none has no options"
                 raise _problem(origins, f"{key}._target_", message, at=key)
             check_node(key, node, origins, given=_given(key, config))
@@ -64,7 +64,7 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
 
 
 def _check_switched_off(key: str, name: str, origins: Origins) -> None:
-    """Refuse null for what no configuration file brings: it would change nothing."""
+    """Refuse null for a name that no configuration file contains: it would change nothing."""
     at = f"{key}.{name}"
     if not origins.typed(at) or name in schema.BROUGHT[key] or origins.written(at):
         return
@@ -81,21 +81,21 @@ def _check_switched_off(key: str, name: str, origins: Origins) -> None:
 
 
 def _settle_modes(config: dict[str, Any], origins: Origins) -> None:
-    """Give what follows a metric the metric's direction, where it was given none.
+    """Set `mode` (min or max) of callbacks and scheduler from their metric if it is not given.
 
-    One that is given must be the metric's; where nothing is trained, nothing is followed.
+    A given mode must be that of the metric, unless nothing is trained.
     """
     trains = config.get("run") in ("train", "check")
-    followers = {f"callbacks.{k}": node for k, node in (config.get("callbacks") or {}).items()}
-    for key, node in {**followers, "scheduler": config.get("scheduler")}.items():
+    callbacks = {f"callbacks.{k}": node for k, node in (config.get("callbacks") or {}).items()}
+    for key, node in {**callbacks, "scheduler": config.get("scheduler")}.items():
         monitor = node.get("monitor") if isinstance(node, dict) else None
         if not isinstance(monitor, str) or not _has_mode(node):
             continue
         right = mode_of(monitor)
         mode = node.get("mode") or right or (None if trains else "min")
         if mode is None:
-            message = f"expected min or max: whether less or more of {monitor!r} is better is not "
-            raise _problem(origins, f"{key}.mode", f"{message}known by its name", at=key)
+            message = f"expected min or max: the name of {monitor!r} does not show which is better"
+            raise _problem(origins, f"{key}.mode", message, at=key)
         if trains and (wrong := contradiction(monitor, mode, right)):
             raise _problem(origins, f"{key}.mode", wrong, at=key)
         node["mode"] = mode
@@ -122,7 +122,7 @@ def _check_values(config: dict[str, Any], origins: Origins) -> None:
 
 
 def _check_parts(config: dict[str, Any], origins: Origins) -> None:
-    """What goes to the module goes there, and what to the model, or is not there at all."""
+    """Remove parts that the module or the model does not take; refuse such a part if typed."""
     for whole, parts in (("module", schema.PARTS), ("model", schema.MODEL_PARTS)):
         target = (config.get(whole) or {}).get("_target_")
         signature = signatures.signature_of(target) if target else Signature({})
@@ -132,13 +132,13 @@ def _check_parts(config: dict[str, Any], origins: Origins) -> None:
             if config.get(part) is None or part in signature.parameters:
                 continue
             if origins.typed(part):
-                message = f"{target or whole} takes no argument {part!r}, so this would do nothing"
+                message = f"{target or whole} takes no argument {part!r}, so it has no effect"
                 raise _problem(origins, part, message)
             config[part] = None
 
 
 def _given(key: str, config: Mapping[str, Any]) -> set[str]:
-    """Arguments that the launcher passes itself."""
+    """Return the arguments that the launcher passes itself."""
     if key in ("module", "model"):
         parts = schema.PARTS if key == "module" else schema.MODEL_PARTS
         return {part for part in parts if config.get(part)}
@@ -155,13 +155,13 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
     if node.get("overfit_batches"):
         for key in ("limit_batches", "limit_train_batches", "limit_val_batches"):
             if node.get(key) is not None:
-                message = f"not together with {key}: it is the limit of train and val itself"
+                message = f"not together with {key}: it limits train and val itself"
                 raise _problem(origins, "trainer.overfit_batches", message)
     if node.get("minutes") is not None:
         for key in ("max_epochs", "max_steps", "max_time"):
             typed = any(dotted_key(word) == f"trainer.{key}" for word in origins.overrides)
             if typed and node.get(key) is not None:
-                message = "trainer.minutes decides how long: one of the two; trainer.minutes=null"
+                message = "not together with trainer.minutes; give one, or trainer.minutes=null"
                 raise _problem(origins, f"trainer.{key}", message)
     parameters = {
         **signatures.known(TRAINER).parameters,
@@ -174,7 +174,7 @@ def _check_trainer(node: dict[str, Any], precision: Any, origins: Origins) -> No
 
 
 def check_node(key: str, node: dict[str, Any], origins: Origins, given: Iterable[str] = ()) -> None:
-    """A node with `_target_`, and all such nodes below it."""
+    """Check a node with `_target_`, and all such nodes below it."""
     target = node["_target_"]
     if not isinstance(target, str):
         raise _problem(origins, f"{key}._target_", expected="a dotted name", given=target)
@@ -220,7 +220,7 @@ def _check_exists(key: str, target: str, origins: Origins) -> None:
         raise _problem(origins, f"{key}._target_", expected="package.Class", given=target)
     if signatures.source_of(target) is None:
         root = target.partition(".")[0]
-        message = f"no module named {root!r}; --config-dir tells where your own modules are"
+        message = f"no module named {root!r}; --config-dir names the folder of your own modules"
         raise _problem(origins, f"{key}._target_", message)
     if missing := signatures.missing_part(target):
         package, name, names = missing
@@ -236,6 +236,7 @@ def check_arguments(
     *,
     what: str,
 ) -> None:
+    """Check the keys of a node against a signature; make its paths absolute in place."""
     prefix = f"{key}." if key else ""
     for name, value in node.items():
         parameter = signature.parameters.get(name)
@@ -261,11 +262,12 @@ def check_arguments(
 
 
 def _is_path(name: str, value: str) -> bool:
-    """Whether a text given for a path is one: not a URL, a name on a hub or a model's name."""
+    """Return whether a text for a path is one, and not a URL, a name on a hub or of a model."""
     if "://" in value or value.startswith("hf-hub:") or (name, value) == ("resume", "latest"):
         return False
     return name != "pretrained" or absolute(value).exists()
 
 
-def _problem(origins: Origins, key: str, message: str = "", at: str = "", **told: Any) -> UserError:
-    return UserError(message, key=key, where=origins.of(key) or (at and origins.of(at)), **told)
+def _problem(origins: Origins, key: str, message: str = "", at: str = "", **info: Any) -> UserError:
+    """Return an error about a key, with the place of the key or else of the key `at`."""
+    return UserError(message, key=key, where=origins.of(key) or (at and origins.of(at)), **info)

@@ -1,1 +1,1 @@
-"""What a run would take (run=check) and how fast it is (run=bench)."""
+"""Estimates the time and memory of a run (run=check), and benchmarks it (run=bench)."""

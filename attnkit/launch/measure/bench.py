@@ -1,6 +1,6 @@
-"""`run=bench`: how fast a model trains, where the time goes, and which attention kernel wins.
+"""`run=bench`: how fast a model trains, where the time goes, and which attention kernel is fastest.
 
-No callback and no logger of attnkit's runs beside it.
+No callback or logger of attnkit takes part.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from attnkit.lightning.callbacks.meter import Laps, num_samples, wait_for_device
 from attnkit.lightning.errors import UserError
 
 FILE = "bench.md"
-WARM_UP = 3  # steps
-SECONDS = 5.0  # of timed steps
-LEAST = 5  # steps
-ROUNDS = 5  # of the comparison of kernels
+WARM_UP = 3  # steps that are not timed
+SECONDS = 5.0  # least duration of all timed steps
+LEAST = 5  # least number of timed steps
+ROUNDS = 5  # rounds in which kernels are compared
 
 
 class Clock(SimpleProfiler):
-    """Lightning's profiler of durations, which waits for the GPU."""
+    """Lightning's profiler of durations, with synchronization of the GPU."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class Clock(SimpleProfiler):
         super().stop(action_name)
 
     def usual(self, *endings: str) -> float:
-        """Median seconds of the actions whose names end like this, all together."""
+        """Return the sum of the median seconds of all actions whose names have these endings."""
         recorded = self.recorded_durations.items()
         return sum(statistics.median(v) for name, v in recorded if v and name.endswith(endings))
 
     def summary(self) -> str:
-        """Nothing: the figures are in the tables."""
+        """Return nothing, since the numbers are in the tables."""
         return ""
 
 
@@ -82,7 +82,7 @@ class _Timed(Callback):
 
 
 def units(batch: Any) -> dict[str, int]:
-    """The unit in which a batch is counted: images, words, nodes or samples."""
+    """Return the size of a batch by unit: images, words, nodes, graphs or samples."""
     if hasattr(batch, "edge_index"):
         samples, nodes = num_samples(batch), len(batch.x)
         return {"nodes": nodes} if samples == nodes else {"graphs": samples, "nodes": nodes}
@@ -98,13 +98,15 @@ def units(batch: Any) -> dict[str, int]:
 
 
 def work(run: Run) -> dict[str, float]:
-    """Time steps of training and the kernels; leaves bench.md."""
+    """Time training steps and attention kernels, and write bench.md."""
     data = run.make_data()
     module = run.make_module()
     trainer = run.make_trainer()
     clock = trainer.profiler = Clock(module)  # type: ignore[attr-defined]
     if trainer.world_size > 1:
-        raise UserError("run=bench: one process; trainer.devices=1 trainer.strategy=auto")
+        raise UserError(
+            "run=bench: expected one process; set trainer.devices=1 trainer.strategy=auto"
+        )
     run.ready()
     timed = _Timed(clock)
     trainer.callbacks.append(timed)  # type: ignore[attr-defined]
@@ -115,11 +117,11 @@ def work(run: Run) -> dict[str, float]:
     if not timed.seconds:
         raise UserError(f"run=bench: needs more than {WARM_UP} steps; trainer.max_steps ends it")
     figures: dict[str, float] = {"batches": len(timed.seconds)}
-    usual = statistics.median(timed.seconds)
-    whole = usual * len(timed.seconds)  # what others do on the machine is no cost of the model's
+    median = statistics.median(timed.seconds)
+    total = median * len(timed.seconds)  # without slow steps, which other processes cause
     for name, count in timed.units.items():
-        figures[f"train/{name}_per_second"] = count / whole
-    figures |= _split(clock, usual)
+        figures[f"train/{name}_per_second"] = count / total
+    figures |= _split(clock, median)
     kernels = compare_kernels(module, step_of(trainer, module, timed.batch))
     figures |= {f"backend/{name}_seconds": found for name, (found, _) in kernels.items() if found}
     (run.folder / FILE).write_text(_markdown(figures, kernels), encoding="utf-8")
@@ -127,8 +129,11 @@ def work(run: Run) -> dict[str, float]:
 
 
 def _split(clock: Clock, whole: float) -> dict[str, float]:
-    """Median seconds of a step, by part. Lightning's optimizer step has forward and backward in it,
-    and zeroing the gradients, which is counted as the optimizer's."""
+    """Return the median seconds of a step, by part.
+
+    Lightning's optimizer step includes forward and backward, which are subtracted, and zeroing the
+    gradients, which counts as the optimizer's.
+    """
     forward, backward = clock.usual(".training_step"), clock.usual(".backward")
     parts = {
         "data": clock.usual("train_dataloader_next", ".batch_to_device"),
@@ -158,9 +163,9 @@ def _markdown(figures: Mapping[str, float], kernels: Mapping[str, tuple[float | 
 
 
 def step_of(trainer: Trainer, module: LightningModule, batch: Any) -> Callable[[], Any]:
-    """Computes the loss of this batch outside of training, as often as it is called.
+    """Return a function that computes the loss of this batch outside of training.
 
-    Nothing of the module is logged any more.
+    The module logs nothing any more.
     """
     silent: Any = module
     silent.log = silent.log_dict = lambda *_, **__: None
@@ -169,8 +174,8 @@ def step_of(trainer: Trainer, module: LightningModule, batch: Any) -> Callable[[
 
     def step() -> Any:
         with trainer.precision_plugin.train_step_context():
-            found = module.training_step(batch, 0)
-        return found["loss"] if isinstance(found, Mapping) else found
+            output = module.training_step(batch, 0)
+        return output["loss"] if isinstance(output, Mapping) else output
 
     return step
 
@@ -178,17 +183,18 @@ def step_of(trainer: Trainer, module: LightningModule, batch: Any) -> Callable[[
 def compare_kernels(
     module: LightningModule, step: Callable[[], Any]
 ) -> dict[str, tuple[float | None, str]]:
-    """Seconds of forward and backward for each kernel, and what there is to say of it.
+    """Return for each kernel the seconds of forward and backward, and a remark.
 
-    A kernel is forced in all layers that it can serve; "auto" is what runs otherwise. Seconds are
-    the median of rounds in which the kernels take turns.
+    A kernel is forced in all layers that it supports; "auto" is the usual choice. The time is the
+    median over rounds in which the kernels take turns. The remark says why a kernel was not timed,
+    or in how many layers it ran.
     """
     layers = [m for m in module.modules() if isinstance(getattr(m, "backend", None), str)]
     module.train()
     served: dict[str, list[Any]] = {}
-    said: dict[str, str] = {}
+    remarks: dict[str, str] = {}
     if layers:
-        with suppress(Exception):  # a step of somebody's own, outside of training
+        with suppress(Exception):  # a user's training_step may not work outside of training
             _timed_step(module, step)
             served["auto"] = []
     for name in [kernel.name for kernel in BACKENDS] if served else []:
@@ -198,30 +204,30 @@ def compare_kernels(
                     step()
                 served.setdefault(name, []).append(layer)
             except UnsupportedError as error:
-                said[name] = str(error).partition(": ")[2] or str(error)
+                remarks[name] = str(error).partition(": ")[2] or str(error)
             except Exception as error:
-                said[name] = "out of memory" if is_out_of_memory(error) else type(error).__name__
+                remarks[name] = "out of memory" if is_out_of_memory(error) else type(error).__name__
     seconds: dict[str, list[float]] = {name: [] for name in served}
     turns = list(served)
     for number in range(ROUNDS + 1):
         for name in turns:
             try:
                 with _forced(served[name], name):
-                    found = _timed_step(module, step)
+                    duration = _timed_step(module, step)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                said[name] = "out of memory"
+                remarks[name] = "out of memory"
             else:
-                seconds[name] += [found] if number else []  # the first round warms up
+                seconds[name] += [duration] if number else []  # the first round warms up
         turns = turns[1:] + turns[:1]
     for name, some in served.items():
         if 0 < len(some) < len(layers):
-            said[name] = f"{len(some)} of {len(layers)} layers; {said.get(name, '')}"
+            remarks[name] = f"{len(some)} of {len(layers)} layers; {remarks.get(name, '')}"
         elif seconds[name]:
-            said[name] = ""
-    medians = {name: statistics.median(found) for name, found in seconds.items() if found}
-    return {name: (medians.get(name), said.get(name, "")) for name in {**served, **said}}
+            remarks[name] = ""
+    medians = {name: statistics.median(times) for name, times in seconds.items() if times}
+    return {name: (medians.get(name), remarks.get(name, "")) for name in {**served, **remarks}}
 
 
 @contextmanager

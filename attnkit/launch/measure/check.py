@@ -1,4 +1,4 @@
-"""`run=check`: a part of the job itself, in a temporary folder, and what the whole of it takes."""
+"""`run=check`: runs a part of the job in a temporary folder and estimates the whole job's cost."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from attnkit.lightning.callbacks.meter import Laps, Meter, num_samples
 from attnkit.lightning.console import cell, say_table, seconds
 from attnkit.lightning.errors import RunError, UserError
 
-# The part of the job that is run.
-MOST = {"train": 24, "val": 4, "test": 4}  # batches of an epoch, or of each loader
-WARM_UP = {"train": 2, "val": 1, "test": 1}  # batches not counted
-ENOUGH = 5.0  # seconds, with two epochs begun
-TOO_LONG = 30.0  # seconds, after which three steps suffice
+# Limits of the part that is run.
+MOST = {"train": 24, "val": 4, "test": 4}  # batches in an epoch, or in each loader
+WARM_UP = {"train": 2, "val": 1, "test": 1}  # batches that are not timed
+ENOUGH = 5.0  # seconds after which the second epoch is the last
+TOO_LONG = 30.0  # seconds after which three timed steps are enough
 
-# Loggers that write into the run folder and nowhere else.
+# Loggers that write only into the run folder.
 _LOCAL = ("CSVLogger", "MetricsCSV", "TensorBoard", "TensorBoardLogger")
-MOST_LAYERS = 6  # that are named
+MOST_LAYERS = 6  # trained layers that are listed by name
 MEMORY = "memory of a step beside the weights"
-_WRITTEN = {  # of each figure: its name, how it is written, and in which unit
+_WRITTEN = {  # name, format and factor of each number
     "parameters": ("parameters", "{:,.0f}", 1),
     "trainable_parameters": ("trained parameters", "{:,.0f}", 1),
     "multiply_adds": ("multiply-adds of a sample", "{:,.0f}", 1),
@@ -65,42 +65,42 @@ _WRITTEN = {  # of each figure: its name, how it is written, and in which unit
 
 
 def command(request: Request, launcher: Launcher | None = None) -> int:
-    """`run=check`; returns the exit code."""
+    """Carry out `run=check` and return the exit code."""
     check(decide(request), launcher)
     return 0
 
 
 def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
-    """Try a job and print what it takes; nothing is left behind.
+    """Try a job and print its estimated cost; no file is left behind.
 
     Returns:
-        `parameters`, `trainable_parameters`, `multiply_adds` of a sample (or graph), `seconds` of
-        the whole job, `epoch_seconds`, `step_seconds`, `batches` of an epoch, `epochs`,
-        `peak_memory` and `peak_gpu_memory` in bytes; those that are known.
+        the numbers that are known among `parameters`, `trainable_parameters`, `multiply_adds` of a
+        sample (or graph), `seconds` of the whole job, `epoch_seconds`, `step_seconds`, `batches` in
+        an epoch, `epochs`, `peak_memory` and `peak_gpu_memory` in bytes.
 
     Raises:
-        UserError: what the job would refuse.
-        RunError: what would make it fail, such as too little memory.
+        UserError: the job would be refused.
+        RunError: the job would fail, for example because memory runs out.
     """
     if launcher:
         raise UserError(
-            f"run=check: not under {launcher.name}; it is one process\n"
-            "  trainer.devices and num_nodes tell it of how many"
+            f"run=check: not under {launcher.name}; it runs in one process\n"
+            "  trainer.devices and trainer.num_nodes set the number of processes to assume"
         )
     report.quiet()
     task = cell(job.config["task"])
     report.print_(f"{task} · check · runs a part of the job in a temporary folder")
     with ExitStack() as stack:
-        sys.dont_write_bytecode = True  # for good: this process only checks
+        sys.dont_write_bytecode = True  # never reset, since this process only checks
         try:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="attnkit-check-"))
         except OSError as error:
             raise UserError(f"TMPDIR: run=check needs a temporary folder: {error}") from None
         stack.enter_context(allowing(*job.allow))
         stack.enter_context(report.logging_to(Path(folder)))
-        # The job's own table is of a part of it.
+        # hide the job's own table, which describes only this part
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-        run, watch, unknown = _carried_out(job.runs[0], Path(folder))
+        run, watch, unknown = _carry_out(job.runs[0], Path(folder))
         figures = _figures(run, watch, len(job.runs))
         trained = [*_trained_rows(run, watch)]
     unknown += _unknown(run, figures, trained)
@@ -117,8 +117,8 @@ def check(job: Job, launcher: Launcher | None = None) -> dict[str, float]:
 # --- the part of the job --------------------------------------------------------------------------
 
 
-def _carried_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, list[str]]:
-    """A shortened training of this configuration, and what of the job it leaves out."""
+def _carry_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, list[str]]:
+    """Run a shortened training of this configuration; also return what stays unknown."""
     config, unknown = _moved(config, folder)
     given = config["trainer"] or {}
     every = {"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "minutes": None}
@@ -126,12 +126,14 @@ def _carried_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, 
     world = make_trainer(config, MODES["train"]).world_size
     if world > 1:
         config["trainer"] |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
-        unknown.append(f"what {world} processes wait for each other; measured is one of them alone")
+        unknown.append(
+            f"the time that {world} processes wait for each other; one was measured alone"
+        )
     watches = []
 
     def on_ready(run: Run) -> None:
         callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
-        if not _found(run, KernelRecord):
+        if not _callback(run, KernelRecord):
             callbacks.append(KernelRecord(verbose=False))
         watches.append(Stopwatch(run.trainer, given, world))
         callbacks.extend(watches)
@@ -148,43 +150,43 @@ def _carried_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, 
     return run, watches[0], unknown
 
 
-def _found(run: Run, kind: type) -> Any:
-    """The callback of this class, or None."""
+def _callback(run: Run, kind: type) -> Any:
+    """Return the run's callback of this class, or None."""
     callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
 def _moved(config: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """The configuration of the training in another folder, and what is left out there."""
+    """Return the configuration of the training in another folder, and what stays unknown."""
     config = folders.relocate(dict(config), Path(config["run_dir"]), folder)
     nodes: dict[str, Any] = {}
-    out = []
+    unknown = []
     for key in ("callbacks", "logger"):
         nodes[key] = {}
         for name, node in (config.get(key) or {}).items():
             target = str((node or {}).get("_target_", ""))
             if key == "logger" and node and not target.endswith(_LOCAL):
-                out.append(f"what logger.{name} costs: it was left out")
+                unknown.append(f"the time of logger.{name}, which was left out")
             elif target.startswith(("attnkit.", "lightning.")):
                 nodes[key][name] = {k: _inside(v, folder) for k, v in node.items()}
             else:
                 nodes[key][name] = node
-    return {**config, **nodes, "run": "train", "run_dir": str(folder)}, out
+    return {**config, **nodes, "run": "train", "run_dir": str(folder)}, unknown
 
 
 def _inside(value: Any, folder: Path) -> Any:
-    """An absolute path that attnkit or Lightning would write to, in the folder instead."""
+    """Move an absolute path, to which attnkit or Lightning would write, into the folder."""
     absolute = isinstance(value, str) and os.path.isabs(value)
     if not absolute or Path(value).is_relative_to(folder):
         return value
     return str(folder / "elsewhere" / value.lstrip(os.sep))
 
 
-# --- what it takes --------------------------------------------------------------------------------
+# --- the cost -------------------------------------------------------------------------------------
 
 
 def _figures(run: Run, watch: Stopwatch, num_runs: int) -> dict[str, float]:
-    """The numbers that are known."""
+    """Return the numbers that are known."""
     trained = (p.numel() for p in run.module.parameters() if p.requires_grad)
     unit = 1 if sys.platform == "darwin" else 1024
     figures: dict[str, float] = {
@@ -203,38 +205,38 @@ def _figures(run: Run, watch: Stopwatch, num_runs: int) -> dict[str, float]:
     if math.isfinite(one_run):
         figures["seconds"] = one_run * num_runs
         figures["epoch_seconds"] = watch.epoch_seconds()
-    # Of the module's example; without one, of a training step, for each sample or whole graph.
-    meter = _found(run, Meter)
+    # counted on the module's example, or else on a training step, per sample or for a whole graph
+    meter = _callback(run, Meter)
     if meter and "multiply_adds" in meter.results:
         figures["multiply_adds"] = meter.results["multiply_adds"]
     else:
-        with suppress(Exception):  # a step of somebody's own, outside of training
-            found = count_multiply_adds(step_of(run.trainer, run.module, watch.batch))
+        with suppress(Exception):  # a user's training_step may not work outside of training
+            count = count_multiply_adds(step_of(run.trainer, run.module, watch.batch))
             samples = num_samples(watch.batch)
             is_one_graph = samples == getattr(watch.batch, "num_nodes", None)
-            figures["multiply_adds"] = found / (1 if is_one_graph else samples)
+            figures["multiply_adds"] = count / (1 if is_one_graph else samples)
     return figures
 
 
 def _unknown(run: Run, figures: Mapping[str, float], trained: Sequence[Any]) -> Iterator[str]:
-    """What a few steps can't tell."""
+    """Yield what a few steps can't measure."""
     if "seconds" not in figures:
         yield "the time: neither trainer.max_epochs nor max_steps ends it"
     if "multiply_adds" not in figures:
         yield "multiply-adds: the step can't be run by itself"
     if trained and trained[-1][0] != MEMORY:
-        yield "the memory that is saved against finetune=full"
-    if _found(run, CachedFeatures):
-        yield "how much less an epoch takes where features are kept from the one before"
-    if _found(run, EarlyStopping):
+        yield "the memory that is saved in comparison with finetune=full"
+    if _callback(run, CachedFeatures):
+        yield "how much time an epoch saves with cached features"
+    if _callback(run, EarlyStopping):
         yield "whether early stopping ends it sooner; the time is that of all epochs"
     if (run.config["trainer"] or {}).get("max_time"):
         yield "when trainer.max_time ends it"
     if (run.config.get("data") or {}).get("num_workers"):
-        yield "the memory of data workers, which comes on top"
+        yield "the memory of data workers, which is not included"
 
 
-# --- rows of the table: a name and a text each ----------------------------------------------------
+# --- rows of the table: pairs of name and text ----------------------------------------------------
 
 
 def _rows(figures: Mapping[str, float], num_runs: int) -> Iterator[tuple[str, str]]:
@@ -248,27 +250,28 @@ def _rows(figures: Mapping[str, float], num_runs: int) -> Iterator[tuple[str, st
 
 
 def _trained_rows(run: Run, watch: Stopwatch) -> Iterator[tuple[str, str]]:
-    """How a model is trained of which only a part is: its share, its layers, what that saves."""
+    """Yield, for a partly trained model, the trained share, the layers and the memory saved."""
     parameters = list(run.module.parameters())
     if all(parameter.requires_grad for parameter in parameters):
         return
     layers, total = trained_layers(run.module), sum(p.numel() for p in parameters)
-    found = finetuned(run.module)
-    method = f", finetune={found[2].method}" if found else ""
+    recorded = finetuned(run.module)
+    method = f", finetune={recorded[2].method}" if recorded else ""
     yield "share that is trained", f"{layers.total() / total:.2%} of {total:,}{method}"
     named = [f"{name}  {count:,}" for name, count in layers.most_common(MOST_LAYERS)]
     if rest := layers.most_common()[MOST_LAYERS:]:
         named.append(f"{len(rest)} more  {sum(count for _, count in rest):,}")
     yield "trained", "\n".join(named)
-    with suppress(Exception):  # a step of somebody's own, or all of it does not fit
+    with suppress(Exception):  # a user's training_step may not work here, or memory may not suffice
         step = step_of(run.trainer, run.module, watch.batch)
         part, whole = memory_of_step(run.module, run.trainer.optimizers, step)
         yield MEMORY, f"{part / 2**20:,.0f} MiB; {whole / 2**20:,.0f} MiB with finetune=full"
 
 
 def _kernel_rows(run: Run) -> Iterator[tuple[str, str]]:
-    """Each layer's kernel, and that of validation where it is another."""
-    stages = {stage: found.counts for stage, found in _found(run, KernelRecord).records.items()}
+    """Yield each layer's kernel; by stage, if validation uses another one."""
+    records = _callback(run, KernelRecord).records
+    stages = {stage: record.counts for stage, record in records.items()}
     for layer in dict.fromkeys(name for counts in stages.values() for name in counts):
         ran = {stage: ", ".join(counts.get(layer, ())) for stage, counts in stages.items()}
         first = next(iter(ran.values()))
@@ -283,15 +286,16 @@ def _kernel_rows(run: Run) -> Iterator[tuple[str, str]]:
 
 
 class Stopwatch(Callback):
-    """Times a job of a few batches, which it ends after some seconds; the last of the callbacks.
+    """Callback that limits a job to a few batches and seconds, and times it. It comes last.
 
-    The whole job takes what this part took, for each step, validation and test batch that was left
-    out the mean of those measured, and for each epoch left out what an epoch took beside them.
+    The time of the whole job is the time of this part, plus the mean time of a batch for each
+    training, validation and test batch that was left out, plus the remaining time of an epoch for
+    each epoch that was left out.
 
     Args:
-        trainer: of the job, which gets no more batches of a stage than `MOST`.
-        given: the `trainer` of its configuration.
-        world: processes that share the batches of the whole job.
+        trainer: the trainer of the job, which gets at most `MOST` batches of a stage.
+        given: the node `trainer` of its configuration.
+        world: number of processes that share the batches of the whole job.
     """
 
     def __init__(self, trainer: Trainer, given: dict[str, Any], world: int = 1) -> None:
@@ -299,10 +303,11 @@ class Stopwatch(Callback):
         self._ends = trainer.max_epochs, trainer.max_steps
         self.times: dict[str, list[float]] = {stage: [] for stage in MOST}
         self.batch: Any = None
-        """The last of training."""
+        """The last training batch."""
         self._laps = Laps()
         self._epochs: list[tuple[float, float]] = []
-        """When each began, and the last one ended; the seconds of batches until then."""
+        """Times at which each epoch began and the last one ended, with the seconds that batches
+        had taken until then."""
         self._counts: dict[str, list[float]] = {stage: [] for stage in MOST}
         self._limits = {stage: getattr(trainer, f"limit_{stage}_batches") for stage in MOST}
         for stage, limit in self._limits.items():
@@ -347,7 +352,7 @@ class Stopwatch(Callback):
     on_test_batch_end = partialmethod(_note, "test")
 
     def _count(self, stage: str, loaders: Any) -> None:
-        """The batches of each loader, as the whole job has them."""
+        """Record the number of batches of each loader in the whole job."""
         limit = self._limits[stage]
         for loader in CombinedLoader(loaders or []).flattened:
             length = math.inf if (known := sized_len(loader)) is None else known
@@ -357,20 +362,20 @@ class Stopwatch(Callback):
     # --- the whole job ---
 
     def seconds(self, wall: float) -> float:
-        """Seconds of the whole job, if this part took `wall`; infinite if the job has no end."""
+        """Return the seconds of the whole job if this part took `wall`; infinite without an end."""
         test = self.mean("test") * (self.batches("test") - len(self.times["test"]))
         measured = self._epochs[-1][0] - self._epochs[0][0]
         return wall - measured + self.epochs() * self.epoch_seconds() + test
 
     def epoch_seconds(self) -> float:
-        """Of an epoch, with its validation."""
+        """Return the seconds of an epoch, including validation."""
         batches = self.batches("train")
         interval = self.given.get("val_check_interval") or 1.0
         within = 1 / interval if isinstance(interval, float) else batches / interval
         validations = max(1, within // 1) / (self.given.get("check_val_every_n_epoch") or 1)
         pairs = pairwise(self._epochs)
         beside = [end - begin - (after - before) for (begin, before), (end, after) in pairs]
-        own = fmean(beside[1:] or beside or [0.0])  # the first has what comes once, too
+        own = fmean(beside[1:] or beside or [0.0])  # the first epoch includes one-time costs
         return (
             own
             + batches * self.mean("train")
@@ -378,20 +383,20 @@ class Stopwatch(Callback):
         )
 
     def mean(self, stage: str) -> float:
-        """Seconds of a batch."""
+        """Return the mean seconds of a batch."""
         times = self.times[stage]
         return fmean(times[WARM_UP[stage] :] or times or [0.0])
 
     def epochs(self) -> float:
-        """As the configuration has them; the last may be a part of one."""
+        """Return the number of epochs in the whole job; the last one may be incomplete."""
         if minutes := self.given.get("minutes"):
             return round(60 * minutes / (self.epoch_seconds() or math.inf), 1)
         epochs, steps = (end if end and end > 0 else math.inf for end in self._ends)
         return min(epochs, steps * self.accumulated / (self.batches("train") or 1))
 
     def batches(self, stage: str) -> float:
-        """Of a stage in each process, once through."""
+        """Return the number of batches that each process has in one pass of a stage."""
         counts = self._counts[stage]
-        # Of several loaders of training the shorter ones start again; others come in turn.
+        # several training loaders run in parallel, the shorter ones repeatedly; others in sequence
         count = max(counts, default=0) if stage == "train" else sum(counts)
         return math.ceil(count / self.world) if math.isfinite(count) else count

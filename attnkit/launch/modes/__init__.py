@@ -1,6 +1,6 @@
-"""The modes of a run: for each value of `run=` what it needs, what it uses and what it does.
+"""The modes of a run: for each value of `run=`, what it needs, what it uses and what it does.
 
-A new mode is one entry of `MODES`. What a mode does not use is refused when it is typed.
+A new mode is one entry of `MODES`. Settings that a mode does not use are refused when typed.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ _BENCH = _OBJECTS | {"optimizer", "scheduler"}
 _TEST = _OBJECTS | {"logger", "ckpt", "rank_logs"}
 _PREDICT = _OBJECTS | {"predict", "ckpt", "images", "rank_logs"}
 _EXPLAIN = _MODEL | {"explain", "data", "predict", "ckpt", "images", "run_dir", "seed"}
-# of the trials may change what a run that goes on may change
+# the keys that may change in a resumed run may also change in a trial that is run again
 _RETRY = frozenset({"sweep", "trainer", "callbacks", "logger", "data", "compile", "rank_logs"})
-# of data only the root: a record is run as it is
+# below data only the root may be set, since a record is run as it is
 _REPRODUCE = frozenset({"reproduce", "record", "data", "seeds", "run_dir"})
 
 # Arguments of the trainer that only training reads.
@@ -51,17 +51,17 @@ class Mode:
 
     Args:
         name: the value of `run=`.
-        uses: the top-level keys of the configuration it reads, beside those all modes read.
-        function: dotted name of what does it. It is given a `Run` (launch/run.py), and returns the
-            figures for results.json.
-        is_run: whether it leaves a run folder. If not, its function is given a `Request`
+        uses: the top-level keys that it reads, in addition to those that all modes read.
+        function: dotted name of its function, which takes a `Run` (launch/run.py) and returns the
+            numbers for results.json.
+        is_run: whether it leaves a run folder. If not, its function takes a `Request`
             (launch/decide.py) and the launcher of ranks or None, and returns the exit code.
-        stage: of Lightning, `fit`, `test` or `predict`: callbacks with hooks of it take part.
-        needs_ckpt: whether `ckpt` must be there.
-        rules: dotted name of a function that refuses what else is wrong, given a `Request`.
-        leaves: arguments of the trainer it does not read.
-        in_sweeps: whether `-m` runs several of them, if it is a run.
-        has_table: whether it shows a table of its own, in the place of that of the figures.
+        stage: Lightning's stage, `fit`, `test` or `predict`. Callbacks with its hooks take part.
+        needs_ckpt: whether `ckpt` is required.
+        rules: dotted name of a function that takes a `Request` and refuses other wrong settings.
+        ignores: arguments of the trainer that it does not read.
+        in_sweeps: whether `-m` may run it several times, if it is a run.
+        has_table: whether it prints a table of its own instead of that of the results.
     """
 
     name: str
@@ -71,17 +71,17 @@ class Mode:
     stage: str = ""
     needs_ckpt: bool = False
     rules: str = ""
-    leaves: frozenset[str] = frozenset()
+    ignores: frozenset[str] = frozenset()
     in_sweeps: bool = True
     has_table: bool = False
 
     @property
     def trains(self) -> bool:
-        """Whether it trains a run to its end, which may be resumed."""
+        """Whether it trains a run to its end, so that the run can be resumed."""
         return self.stage == "fit"
 
     def reads(self, key: str) -> bool:
-        """Whether a top-level key means something to it."""
+        """Return whether the mode reads a top-level key."""
         return key in self.uses or key in _ALWAYS
 
 
@@ -89,14 +89,14 @@ _L, _RULES = "attnkit.launch", "attnkit.launch.modes.rules"
 MODES = {
     mode.name: mode
     for mode in (
-        Mode("train", _TRAINING, f"{_L}.modes.train.train", stage="fit", leaves=_OF_TRAINING),
-        # it is given the command of the training
+        Mode("train", _TRAINING, f"{_L}.modes.train.train", stage="fit", ignores=_OF_TRAINING),
+        # takes the same settings as the training that it checks
         Mode("check", _TRAINING - {"resume"}, f"{_L}.measure.check.command", is_run=False),
-        Mode("bench", _BENCH, f"{_L}.measure.bench.work", leaves=_UNTIMED, in_sweeps=False),
+        Mode("bench", _BENCH, f"{_L}.measure.bench.work", ignores=_UNTIMED, in_sweeps=False),
         Mode("test", _TEST, f"{_L}.modes.test.test", stage="test", needs_ckpt=True,
-             leaves=_FIT | {"limit_predict_batches"}),
+             ignores=_FIT | {"limit_predict_batches"}),
         Mode("predict", _PREDICT, f"{_L}.modes.predict.predict", stage="predict", needs_ckpt=True,
-             rules=f"{_RULES}.predict", leaves=_FIT | {"limit_test_batches"}),
+             rules=f"{_RULES}.predict", ignores=_FIT | {"limit_test_batches"}),
         Mode("explain", _EXPLAIN, f"{_L}.modes.explain.explain", rules=f"{_RULES}.explain",
              has_table=True),
         Mode("export", _MODEL | {"export", "ckpt", "run_dir"}, f"{_L}.modes.export.export",
@@ -109,10 +109,10 @@ MODES = {
 
 
 def mode_of(name: Any) -> Mode:
-    """The mode of this name.
+    """Return the mode of this name.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such mode.
     """
     if name not in MODES:
         modes = ", ".join(MODES)
@@ -121,6 +121,6 @@ def mode_of(name: Any) -> Mode:
 
 
 def named(dotted: str) -> Callable[..., Any]:
-    """The function that a mode names; imported only now, since most need torch."""
+    """Import and return the function that a mode names; most of them import torch."""
     module, _, name = dotted.rpartition(".")
     return getattr(import_module(module), name)

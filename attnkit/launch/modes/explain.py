@@ -1,4 +1,4 @@
-"""`run=explain`: a page, a table and arrays of where a model looks, and how far to trust them."""
+"""`run=explain`: a page, a table and arrays that show where a model looks, and tests of trust."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OF_REPORT = (
 
 
 def explain(run: Run) -> dict[str, float]:
-    """Explain what the module says; leaves explain.html, scores.csv and maps.npz."""
+    """Explain predictions of the module; write explain.html, scores.csv and maps.npz."""
     report = build(run.config["explain"], at="explain")
     if not isinstance(report, Report):
         raise UserError(f"explain: {run.config['explain']['_target_']} is not a Report")
@@ -47,9 +47,9 @@ def explain(run: Run) -> dict[str, float]:
     batch, rows, how = chosen(run, report.num_images, report.graphs)
     explained = explained_of(module, batch, device)
     against = None
-    with _told():
+    with _user_errors():
         report.check(explained)
-        _beside(run, report, explained, batch, rows)
+        _add_names_and_masks(run, report, explained, batch, rows)
         if report.against is not None:
             against = explained_of(_other(module, report.against), batch, device)
     facts = [*_facts(run, report, device), *facts, how, *explained.notes]
@@ -57,15 +57,15 @@ def explain(run: Run) -> dict[str, float]:
     run.ready()
     for fact in facts:
         say(fact)
-    with _told():
+    with _user_errors():
         say(f"methods: {', '.join(report.methods)}; {report.cost(explained)}")
         with steps(report.num_steps(explained)) as step:
-            found = report(
+            result = report(
                 explained, run.folder, title=_title(run), facts=facts, against=against,
                 step=step,
             )  # fmt: skip
-    say_table(found.table(_title(run)))
-    for sentence in found.said[:1]:
+    say_table(result.table(_title(run)))
+    for sentence in result.said[:1]:
         say(sentence)
     count = len(report.nodes or report.pairs or explained.inputs)
     return {"explained": float(count), "parameters": run.num_parameters}
@@ -76,7 +76,7 @@ def _title(run: Run) -> str:
 
 
 def _facts(run: Run, report: Report, device: torch.device) -> list[str]:
-    """What is explained, with which weights and versions."""
+    """Return lines on the model, its weights, the versions and the device."""
     model = getattr(run.module, "model", run.module)
     ckpt = run.config["ckpt"]
     used = ", ".join(f"{name} {version}" for name, version in versions(("torch", "timm")).items())
@@ -87,26 +87,26 @@ def _facts(run: Run, report: Report, device: torch.device) -> list[str]:
 
 
 def explained_of(module: LightningModule, batch: Any, device: torch.device) -> Explained:
-    """What the module says is explained of a batch."""
+    """Return what the module declares as explained in a batch."""
     look = getattr(module, "explained", None)
     if look is None:
         raise UserError(
-            f"run=explain: {type(module).__name__} does not say what to explain in a batch; give "
-            "it a method explained(batch), see attnkit.lightning.Explained"
+            f"run=explain: {type(module).__name__} does not say what to explain in a batch\n"
+            "  give it a method explained(batch), see attnkit.lightning.Explained"
         )
     module.to(device).eval()
     with torch.no_grad():
-        found = look(module.transfer_batch_to_device(batch, device, 0))
-    if not isinstance(found, Explained):
+        explained = look(module.transfer_batch_to_device(batch, device, 0))
+    if not isinstance(explained, Explained):
         raise UserError(
             f"run=explain: {type(module).__name__}.explained: expected "
-            f"attnkit.lightning.Explained, got {type(found).__name__}"
+            f"attnkit.lightning.Explained, got {type(explained).__name__}"
         )
-    return found
+    return explained
 
 
 def _other(module: LightningModule, path: Any) -> LightningModule:
-    """The module of another checkpoint, built as it was saved."""
+    """Return the module of another checkpoint, built as it was saved."""
     wrong = (AttributeError, LookupError, TypeError, ValueError)
     try:
         ckpt = folders.checkpoint(str(path))
@@ -117,8 +117,8 @@ def _other(module: LightningModule, path: Any) -> LightningModule:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """What is wrong with an argument of the explanation, under the name it was typed with."""
+def _user_errors() -> Iterator[None]:
+    """Turn errors about arguments of the explanation into `UserError`s with the typed name."""
     try:
         yield
     except UserError:
@@ -149,16 +149,16 @@ def _device(asked: str | None) -> torch.device:
 def chosen(
     run: Run, num_images: int, graphs: Sequence[int] | None = None
 ) -> tuple[Any, list[int], str]:
-    """A batch of what is explained, its places in the data, and how it was chosen."""
+    """Return a batch to explain, its rows in the data, and a sentence on how it was chosen."""
     images = run.config["images"]
-    made = getattr(run, "data", None)  # of a run that has trained
-    data = run.make_predict_data(run.module) if images else made or run.make_own_data()
+    trained = getattr(run, "data", None)  # present after a training in this process
+    data = run.make_predict_data(run.module) if images else trained or run.make_own_data()
     data.trainer = run.trainer
-    run.trainer.strategy.connect(run.module)  # whom data asks for sizes and words
+    run.trainer.strategy.connect(run.module)  # the data reads sizes and words from the module
     data.prepare_data()
     data.setup("predict" if images else "test")
     choose = getattr(data, "to_explain", None)
-    if choose and getattr(data, "level", None) == "graph":  # of many
+    if choose and getattr(data, "level", None) == "graph":  # many graphs, one label each
         batch, how = choose(num_images, graphs)
         return batch, [], how
     if not takes_images(run.config["predict"]):  # a graph is one batch
@@ -172,19 +172,21 @@ def chosen(
     labels = getattr(dataset, "labels", None)
     count = min(num_images, len(dataset))
     rows, how = list(range(count)), "the first ones"
-    if not images and labels is not None and labels.ndim == 1:  # not several of an image
+    if not images and labels is not None and labels.ndim == 1:  # one label for each image
         rows, how = by_turns(labels.tolist(), count), "taken from each class in turn"
     some = DataLoader(Subset(dataset, rows), batch_size=count, collate_fn=loader.collate_fn)
     batch = data.on_after_batch_transfer(next(iter(some)), 0)
-    count = num_rows(batch)  # a file that cannot be decoded is left out
+    count = num_rows(batch)  # without files that can't be decoded
     if not count:
         raise UserError(f"images: none of the first {len(rows)} in {images} can be read")
     source = f"images in {images}" if images else "test images"
     return batch, rows, f"shown: {count} of {len(dataset):,} {source}, {how}"
 
 
-def _beside(run: Run, report: Report, explained: Explained, batch: Any, rows: list[int]) -> None:
-    """What the data know besides: names of test images, and where the evidence is."""
+def _add_names_and_masks(
+    run: Run, report: Report, explained: Explained, batch: Any, rows: list[int]
+) -> None:
+    """Add names from the data, and masks or edges that mark the true evidence, if it has them."""
     if run.config["images"]:
         root = str(run.config["images"])
         explained.names = [name.removeprefix(root).lstrip("/") or name for name in explained.names]
@@ -203,15 +205,15 @@ def _beside(run: Run, report: Report, explained: Explained, batch: Any, rows: li
     truth, target = look("test"), report.class_of(explained)
     classes = explained.truth.tolist() if target is None else [target] * len(rows)
     masks = [truth.mask_of(row, one) for row, one in zip(rows, classes, strict=True)]
-    found = [mask for mask in masks if mask is not None]
-    if len(found) == len(masks):
-        explained.masks = torch.stack(found).to(explained.truth.device)
+    known = [mask for mask in masks if mask is not None]
+    if len(known) == len(masks):
+        explained.masks = torch.stack(known).to(explained.truth.device)
     else:
         explained.notes.append("masks: not all images hold the class that is asked for")
 
 
 def _first(loaders: Any) -> Any:
-    """The first of several loaders, or the one there is."""
+    """Return the first of several loaders, or the only one."""
     if isinstance(loaders, dict):
         loaders = list(loaders.values())
     return loaders[0] if isinstance(loaders, list | tuple) else loaders
@@ -221,8 +223,7 @@ def _first(loaders: Any) -> Any:
 
 
 def _of_timm(run: Run) -> list[str]:
-    """Fill in what timm says of a network: sizes, mean and deviation, classes; what a reader must
-    know of its weights."""
+    """Fill in timm's facts of a network (sizes, mean, deviation, classes); return lines on it."""
     config = run.config
     node, module = config["model"], config["module"]
     has_weights = bool(node.get("pretrained") or node.get("weights"))
@@ -236,10 +237,10 @@ def _of_timm(run: Run) -> list[str]:
     if node.get("image_size"):
         facts["image_size"] = node["image_size"]
     facts["num_classes"] = known.get("num_classes")
-    of = node.get("name") or node.get("weights")
+    source = node.get("name") or node.get("weights")
     missing = [key for key in ("name", "image_size", "num_classes") if not facts.get(key)]
     if missing:
-        raise UserError(f"model.{missing[0]}: not known from {of}; set model.{missing[0]}=…")
+        raise UserError(f"model.{missing[0]}: not known from {source}; set model.{missing[0]}=…")
     asked = {key: node[key] for key in ("in_channels", "num_classes") if node.get(key) is not None}
     for part in (node, module):
         fill(part, {**facts, **asked})

@@ -1,4 +1,4 @@
-"""`run=export`: the weights and programs of a checkpoint."""
+"""`run=export`: writes the weights and programs of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def export(run: Run) -> dict[str, float]:
     written = writer(module)
     for name, why in written.left_out.items():
         console.say(f"{name}: left out: {why}")
-    figures = {f"difference/{name}": apart for name, apart in written.differences.items()}
+    figures = {f"difference/{name}": value for name, value in written.differences.items()}
     return {**figures, "parameters": run.num_parameters}

@@ -1,4 +1,4 @@
-"""`run=predict`: what a checkpoint says of images or of its own data."""
+"""`run=predict`: predictions of a checkpoint for images, or for the data of its run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from attnkit.lightning.errors import UserError
 
 
 def predict(run: Run) -> dict[str, float]:
-    """Predict with the checkpoint; leaves predictions.csv."""
+    """Predict with the checkpoint, and write predictions.csv."""
     run.make_predict_data(run.make_module())
     trainer = run.make_trainer()
     file = PredictionsFile(run.folder / console.PREDICTIONS)
     trainer.callbacks.append(file)  # type: ignore[attr-defined]
     node = run.config["predict"]
     if node and not takes_images(node):
-        beside = build(node, at="predict")
-        if not isinstance(beside, Callback):
+        callback = build(node, at="predict")
+        if not isinstance(callback, Callback):
             raise UserError(f"predict: {node['_target_']} takes no images and is not a Callback")
-        trainer.callbacks.append(beside)  # type: ignore[attr-defined]
+        trainer.callbacks.append(callback)  # type: ignore[attr-defined]
     run.ready()
     run.loaded(trainer.predict, ckpt_path=run.ckpt, return_predictions=False)
     if not file.num_rows:

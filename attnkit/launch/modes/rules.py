@@ -1,4 +1,4 @@
-"""What each mode refuses, before anything is imported or written. Nothing here needs torch."""
+"""Checks what each mode refuses, before torch is imported or anything is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnkit.lightning.files import absolute
 if TYPE_CHECKING:
     from attnkit.launch.decide import Request
 
-# At the top of every configuration; of others validate() says that there are none.
+# Top-level keys of every configuration; validate() reports others as unknown.
 _KEYS = {field.name for field in fields(schema.Config)}
 _INSTEAD = {
     "ckpt": "\n  to train on: resume=RUN_DIR",
@@ -25,10 +25,10 @@ _INSTEAD = {
 
 
 def check_uses(request: Request) -> None:
-    """Refuse what the mode does not use, or misses.
+    """Refuse settings that the mode does not use, and report those that it lacks.
 
     Raises:
-        UserError: naming the override as it was typed.
+        UserError: with the override as it was typed.
     """
     mode, config = request.mode, request.config
     if mode.needs_ckpt and config.get("ckpt") is None:
@@ -39,23 +39,23 @@ def check_uses(request: Request) -> None:
             users = ", ".join(name for name, other in MODES.items() if top in other.uses)
             only = f"; only in run={users}{_INSTEAD.get(top, '')}"
             raise UserError(f"{typed}: has no effect in run={mode.name}{only}")
-        if top == "trainer" and inner in mode.leaves:
+        if top == "trainer" and inner in mode.ignores:
             raise UserError(f"{typed}: has no effect in run={mode.name}, which does not train")
     if (config.get("record") or {}).get("script") and mode.name != "reproduce":
         name = request.typed("experiment").partition("=")[2]
         raise UserError(
-            f"experiment={name}: a script, which run=reproduce runs\n"
+            f"experiment={name}: this experiment is a script; run=reproduce runs it\n"
             f"  {command_line('run=reproduce', f'reproduce.name={name}')}"
         )
     if config.get("splits") is not None and config.get("seeds") != 1:
-        raise UserError("splits: not together with seeds; with -m seed=0,1 there is one job a seed")
+        raise UserError("splits: not together with seeds; -m seed=0,1 runs one job for each seed")
     images = config.get("images")
     if images is not None and not absolute(str(images)).exists():
         raise UserError(f"images: no file or folder {absolute(str(images))}")
 
 
 def predict(request: Request) -> None:
-    """Images, where the task reads them; without `predict`, the data itself is predicted."""
+    """Require images if the task reads them; refuse them if it predicts its own data."""
     images = request.config.get("images")
     if takes_images(request.config.get("predict")):
         if images is None:
@@ -66,7 +66,7 @@ def predict(request: Request) -> None:
 
 
 def explain(request: Request) -> None:
-    """A checkpoint, or a network of timm with images=PATH, which needs no run."""
+    """Require a checkpoint, or images for a network of timm, which needs no checkpoint."""
     config, images = request.config, request.config.get("images")
     if config.get("ckpt") is None:
         names = ("attnkit.interop.timm_network", "attnkit.models.timm_backbone")
@@ -86,14 +86,14 @@ def explain(request: Request) -> None:
             raise UserError(f"images={images}: this task has no images; leave it out")
         _refuse_idle(request, "predict", "run=predict reads it")
     elif images is None:
-        instead = "without images=PATH; of the test data: data.batch_size, …"
+        instead = "without images=PATH; for the test data, set data.batch_size, …"
         _refuse_idle(request, "predict", instead)
     else:
         _refuse_data(request)
 
 
 def export(request: Request) -> None:
-    """A folder that can be written to."""
+    """Require a folder that can be written to."""
     node = request.config.get("export")
     if not node:
         raise UserError("run=export: needs export, which is null; keep its default value")
@@ -102,12 +102,12 @@ def export(request: Request) -> None:
 
 
 def _refuse_data(request: Request) -> None:
-    instead = "which reads images=…\n  of those: predict.batch_size, …"
+    instead = "which reads images=…\n  for images, set predict.batch_size, …"
     _refuse_idle(request, "data", instead)
 
 
 def _refuse_idle(request: Request, idle: str, instead: str) -> None:
-    """Refuse what is typed below a key that this run does not read."""
+    """Refuse overrides below a key that this run does not read."""
     for typed in request.overrides:
         if dotted_key(typed).partition(".")[0] == idle:
             raise UserError(f"{typed}: has no effect in run={request.mode.name}, {instead}")

@@ -1,4 +1,4 @@
-"""`run=test`: a checkpoint on the test data."""
+"""`run=test`: tests a checkpoint on the test data."""
 
 from __future__ import annotations
 

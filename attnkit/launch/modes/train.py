@@ -9,7 +9,7 @@ from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from attnkit.launch.errors import OutOfMemory, is_out_of_memory, of_allocator
+from attnkit.launch.errors import OutOfMemory, allocator_message, is_out_of_memory
 from attnkit.launch.run import Run
 from attnkit.lightning._private import epoch_ends
 from attnkit.lightning.callbacks.epochs import EpochLines
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 def train(run: Run) -> dict[str, float]:
     """Train from the newest checkpoint or from the start, then test the best one."""
-    trainer = run.make_trainer()  # first: what is wrong there costs no look at the data
+    trainer = run.make_trainer()  # first, so that errors there are found before data is read
     data = run.make_data()
     module = run.make_module()
     run.ready()
@@ -36,7 +36,7 @@ def train(run: Run) -> dict[str, float]:
     figures = _of_epochs(trainer, measured(trainer))
     figures |= {"epochs": trainer.current_epoch, "steps": trainer.global_step}
     figures |= {"parameters": run.num_parameters}
-    run.save(figures)  # should the test fail
+    run.save(figures)  # in case the test fails
     run.ended_by = ended_by(trainer)
     if run.ended_by == "max_epochs" and _minutes(run):
         run.ended_by = "minutes"
@@ -48,7 +48,7 @@ def train(run: Run) -> dict[str, float]:
 
 
 def _minutes(run: Run) -> float | None:
-    """`trainer.minutes`, which decides how many epochs there are."""
+    """Return `trainer.minutes`, which decides the number of epochs."""
     return (run.config.get("trainer") or {}).get("minutes")
 
 
@@ -59,13 +59,15 @@ def _log_run(run: Run, figures: dict[str, float]) -> None:
 
 
 def _of_epochs(trainer: Trainer, figures: dict[str, float]) -> dict[str, float]:
-    """The figures with those of validation told apart: of the last epoch, and of the best, which
-    is the one that the checkpoint holds."""
+    """Add validation metrics under the names `_last` and `_best`.
+
+    `_last` is the last epoch, `_best` the epoch of the best checkpoint.
+    """
     last = {f"{name}_last": v for name, v in figures.items() if name.startswith("val/")}
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    found = [c.best for kind in (BestCheckpoint, EpochLines) for c in callbacks
-             if isinstance(c, kind) and c.best]  # fmt: skip
-    best = found[0] if found else {}
+    candidates = [c.best for kind in (BestCheckpoint, EpochLines) for c in callbacks
+                  if isinstance(c, kind) and c.best]  # fmt: skip
+    best = candidates[0] if candidates else {}
     of_best = {
         f"{name}_best": value
         for name, value in best.items()
@@ -76,10 +78,11 @@ def _of_epochs(trainer: Trainer, figures: dict[str, float]) -> dict[str, float]:
 
 
 def ended_by(trainer: Trainer) -> str:
-    """What ended a training: the argument of the trainer that did, or else a callback."""
+    """Return the argument of the trainer that ended a training, or else "callback"."""
     if 0 < trainer.max_steps <= trainer.global_step:
         return "max_steps"
-    within_epoch = trainer.should_stop and not epoch_ends(trainer)  # which Lightning counts as done
+    # Lightning counts an epoch as done although it was stopped within it
+    within_epoch = trainer.should_stop and not epoch_ends(trainer)
     if 0 < (trainer.max_epochs or -1) <= trainer.current_epoch and not within_epoch:
         return "max_epochs"
     timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
@@ -97,13 +100,13 @@ def _fit(run: Run) -> None:
     except Exception as error:
         if not is_out_of_memory(error) or not _may_shrink(run):
             raise
-        raise OutOfMemory(of_allocator(error)) from error
+        raise OutOfMemory(allocator_message(error)) from error
     if run.trainer.interrupted:
         raise KeyboardInterrupt
 
 
 def _ask_for_no_less(run: Run) -> None:
-    """Where the run has more epochs than asked for, which Lightning refuses, ask for those."""
+    """Raise max_epochs to the epochs that the run has already; Lightning refuses smaller values."""
     trainer = run.trainer
     asked = -1 if _minutes(run) else trainer.max_epochs or -1
     done = checkpoints.load(run.start, mmap=True)["epoch"] if run.start else 0
@@ -113,7 +116,7 @@ def _ask_for_no_less(run: Run) -> None:
 
 
 def _may_shrink(run: Run) -> bool:
-    """Whether smaller batches can be accumulated, which a module that steps itself cannot."""
+    """Return whether smaller batches can be accumulated; with manual optimization they can't."""
     callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
     scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
     wanted = (run.config.get("trainer") or {}).get("oom_retry", True)

@@ -1,1 +1,1 @@
-"""Several processes of one run: ranks, torchrun and srun, GPUs, locks."""
+"""The processes of one run: ranks, torchrun and srun, GPUs, locks, OpenMP."""

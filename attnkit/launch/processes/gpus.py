@@ -1,4 +1,4 @@
-"""The GPUs that this process may use, found without torch."""
+"""Finds the GPUs that this process may use, without torch."""
 
 import os
 import re
@@ -8,12 +8,12 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible() -> tuple[str, ...]:
-    """The NVIDIA GPUs this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the NVIDIA GPUs that this process may use, as named in CUDA_VISIBLE_DEVICES."""
     given = os.environ.get(VARIABLE)
     if given is not None:
         names = [name.strip() for name in given.split(",")]
         wrong = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
-        return tuple(names[:wrong])  # CUDA, too, reads no further
+        return tuple(names[:wrong])  # CUDA also stops at the first invalid name
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -22,7 +22,7 @@ def visible() -> tuple[str, ...]:
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """The names in the output of `nvidia-smi -L`; of a GPU that is divided (MIG), its parts'."""
+    """Return the names in the output of `nvidia-smi -L`; for a divided GPU, its MIG devices."""
     found: list[str] = []
     for line in text.splitlines():
         if match := re.search(r"UUID: ((?:GPU|MIG)-[\w/-]+)", line):

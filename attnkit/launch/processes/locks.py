@@ -1,4 +1,4 @@
-"""Locks that no crash leaves behind: the kernel frees them with the process that held them."""
+"""File locks that the operating system frees when the process that holds them ends or crashes."""
 
 import errno
 import fcntl
@@ -14,20 +14,22 @@ from filelock import FileLock, Timeout
 from attnkit.lightning.errors import UserError
 
 _MISSING = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
-# Seconds of trying: a worker that was just forked has its parent's lock until it closes the file.
+# Seconds of retrying, since a worker that was just forked holds its parent's lock until it closes
+# the file.
 _FORKING = 0.2
-_held: set[Path] = set()  # by this process
+_held: set[Path] = set()  # locks of this process
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether this process has the lock while the block runs; with `wait`, it always has.
+    """Try to hold a lock while the block runs; yield whether this process holds it.
 
-    A process that has the lock may take it again. The file says which process has it, and stays:
-    to remove it would let two have the lock. On a file system without locks a warning says so.
+    With `wait`, wait until it does. A process that holds the lock may take it again. The file names
+    the process and is never removed, since removing it would let two processes hold the lock. On a
+    file system without locks, warn and yield True.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One object a path, which counts how often it was taken; it refuses to follow a link.
+    # one object for each path, which counts how often it was taken and refuses to follow a link
     lock = FileLock(path, is_singleton=True, thread_local=False, mode=0o666)
     try:
         _acquire(lock, path, wait=wait)
@@ -63,13 +65,13 @@ def _acquire(lock: FileLock, path: Path, *, wait: bool) -> None:
         try:
             lock.acquire(timeout=-1 if wait else _FORKING, poll_interval=0.02)
             return
-        except Timeout:  # else another process only looks, by `is_locked`
+        except Timeout:  # if not locked, another process was only checking, in `is_locked`
             if is_locked(path):
                 raise
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process has the lock."""
+    """Return whether another process holds the lock."""
     if path in _held:
         return False
     try:
@@ -83,7 +85,7 @@ def is_locked(path: Path) -> bool:
 
 
 def holder(path: Path) -> str:
-    """Who has, or had, the lock."""
+    """Return the name of the process that holds, or last held, the lock."""
     try:
         return path.read_text(encoding="utf-8").strip() or "another process"
     except OSError:

@@ -1,7 +1,7 @@
-"""One rank of a run: from the written config.yaml, without Hydra, so that nothing runs twice.
+"""One rank of a run. It reads the written config.yaml, without composing it again.
 
-`main`, in a process that start_ranks.py starts; or, under torchrun or srun, a process that follows
-rank 0.
+`main` runs in a process that start_ranks.py starts. Under torchrun or srun, `follow` runs in every
+process except rank 0.
 """
 
 import json
@@ -38,22 +38,22 @@ from attnkit.lightning.errors import StoppedBySignal, UserError
 if TYPE_CHECKING:
     from attnkit.launch.run import Run
 
-_ENDING = 5.0  # seconds in which rank 0 says how it ends, when something has gone wrong
+_ENDING = 5.0  # seconds that rank 0 has to report how it ends after an error
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the rank that the environment names; the command reports what goes wrong.
+    """Run the rank that the environment names; the parent process reports its errors.
 
     Args:
-        argv: as JSON, what start_ranks.py says of the run.
+        argv: the arguments of start_ranks.py, as one JSON text.
     """
     given = json.loads(argv[0])
     end_with(given["parent"])
     rank = int(os.environ["LOCAL_RANK"])
     try:
-        end_on_signals()  # one may have waited for this
+        end_on_signals()  # delivers a signal that was blocked until now
         report = _run(rank, **given["run"])
-    except StoppedBySignal as error:  # before it began, or once more while it was ending
+    except StoppedBySignal as error:  # before the run began, or again while it was ending
         report = Report(error.code, signum=error.signum)
     ignore_signals()
     if report is None:
@@ -64,9 +64,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def follow(launcher: Launcher, command: Callable[[], int]) -> int:
-    """Check the command line, run what rank 0 says, and end as it does.
+    """Check the command line, carry out the runs of rank 0, and end with its exit code.
 
-    What is wrong is rank 0's to say, unless it is wrong in this rank alone.
+    Rank 0 reports errors; this rank reports only errors that it alone has.
     """
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
@@ -92,7 +92,7 @@ def follow(launcher: Launcher, command: Callable[[], int]) -> int:
 
 
 def end_with(parent: int) -> None:
-    """Watch the process that started this one; once it has gone, this one and its workers go."""
+    """Watch the process that started this one; when it ends, end this one and its workers."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -107,8 +107,8 @@ def end_with(parent: int) -> None:
 def _run(
     rank: int, run_dir: str, log: str, alone: bool, allow: Sequence[str], path: Sequence[str]
 ) -> Report | None:
-    """One run; returns what went wrong."""
-    works: list[Run] = []
+    """Carry out one run; return a report if it went wrong."""
+    runs: list[Run] = []
 
     def run() -> None:
         from attnkit.launch import console
@@ -122,17 +122,18 @@ def _run(
         with allowing(*allow):
             config = folders.load_config(Path(run_dir))
             with console.logging_to(Path(log), rank, own=bool(config.get("rank_logs"))):
-                works.append(Run(config, alone=alone))
+                runs.append(Run(config, alone=alone))
                 raise_received()
-                works[0].carry_out()
+                runs[0].carry_out()
 
     report = _reported(run)
-    if report and works and hasattr(works[0], "trainer"):
-        report.step = works[0].trainer.global_step
+    if report and runs and hasattr(runs[0], "trainer"):
+        report.step = runs[0].trainer.global_step
     return report
 
 
 def _reported(run: Callable[[], object]) -> Report | None:
+    """Call a function; return a report of its error, or None."""
     try:
         try:
             run()

@@ -1,4 +1,4 @@
-"""What every process of attnkit's own does first: ranks, trials and the command itself."""
+"""Start of every process of attnkit: the command itself, ranks and trials."""
 
 import io
 import os
@@ -9,11 +9,10 @@ _CHOSEN = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def command_of(module: str, *words: str) -> list[str]:
-    """A command that ends with what `main` of this module returns, in this environment.
+    """Return a command that calls `main` of a module and ends with its result as exit code.
 
-    It imports from where this process does. `python -m` would look into the working directory
-    first, where a statistics.py or queue.py of the user's may lie, and its option `-P` is of
-    Python 3.11.
+    It has the module path of this process. `python -m` would search the working directory first,
+    where a statistics.py or queue.py of the user may lie, and its option `-P` needs Python 3.11.
     """
     begin = (
         f"import sys; sys.path[:] = {sys.path!a}\n"
@@ -24,7 +23,7 @@ def command_of(module: str, *words: str) -> list[str]:
 
 
 def print_anything() -> None:
-    r"""From now on write characters that the output's encoding lacks as `\u2013`."""
+    r"""Make output streams write characters that their encoding lacks as `\u2013`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -33,14 +32,14 @@ def print_anything() -> None:
 def limit_spinning() -> None:
     """Set how long the threads of OpenMP spin before they sleep, unless the user has chosen.
 
-    A thread that has done its share of a parallel region spins until the others have done theirs.
-    GNU's libgomp, which torch uses on Linux, spins 300,000 times, about a millisecond: with another
-    process on the cores it takes them from the thread that it waits for, at each of torch's many
-    short regions. To sleep at once (`OMP_WAIT_POLICY=passive`) is better then, and on an idle
-    machine up to 2.7 times as slow. A few thousand spins cost nothing there and little here;
-    docs/benchmarks/busy.py has the figures.
+    A thread that has finished its share of a parallel region spins until the others have finished.
+    GNU's libgomp, which torch uses on Linux, spins 300,000 times, about a millisecond. If another
+    process uses the cores, spinning takes them from the thread that it waits for, in each of
+    torch's many short regions. Sleeping at once (`OMP_WAIT_POLICY=passive`) is better then, but up
+    to 2.7 times as slow on an idle machine. A few thousand spins cost nothing on an idle machine
+    and little on a busy one; docs/benchmarks/busy.py has the measurements.
 
-    To be called before torch is loaded; processes that are started inherit it.
+    It must be called before torch is imported; child processes inherit the setting.
     """
     if not any(name in os.environ for name in _CHOSEN):
         os.environ["GOMP_SPINCOUNT"] = SPINS

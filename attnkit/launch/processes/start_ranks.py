@@ -1,8 +1,8 @@
-"""The ranks of a run, a process each: started together, told of signals, none left behind.
+"""Starts the ranks of a run, one process each, passes signals on, and leaves none behind.
 
-The command itself is not a rank. It starts them on the written configuration, passes signals on and
-says once which of them went wrong and how. (Where Lightning starts them, rank 0 is the parent of
-the others, and is killed without a word when one of them dies.)
+The command itself is not a rank. It starts the ranks on the written configuration and reports once
+which of them failed and how. (If Lightning starts them, rank 0 is the parent of the others, and is
+killed without a message when one of them dies.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from attnkit.launch.signals import held_back
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 from attnkit.lightning.resume.stop_signals import STOPPING, Once, handle, put_back
 
-GRACE = 3.0  # seconds the others have to end by themselves once a rank has failed
-PATIENCE = 10.0  # seconds all have to end after a second signal
+GRACE = 3.0  # seconds that the other ranks have to end by themselves once a rank has failed
+PATIENCE = 10.0  # seconds that all ranks have to end after a second signal
 _POLL = 0.05
 
 
 class RanksStopped(StoppedBySignal):
-    """A signal has stopped all ranks, after so many steps."""
+    """Raised when a signal has stopped all ranks; `step` is the number of steps done."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(signum)
@@ -44,29 +44,29 @@ class RanksStopped(StoppedBySignal):
 
 @dataclass
 class Report:
-    """A rank's report of an end that was not normal."""
+    """A rank's report that it did not end normally."""
 
     code: int
     text: str = ""
     why: Literal["", "peer gone", "peer silent", "no memory"] = ""
-    """It only noticed that another rank had gone, or waited for one in vain; or its memory did not
-    suffice for the batches of training."""
+    """The kind of failure: another rank has gone or does not answer, or training ran out of
+    memory."""
     signum: int | None = None
-    """The signal that has stopped it."""
+    """The signal that stopped the rank."""
     step: int = 0
     when: float = field(default_factory=time.time)
 
     @property
     def is_own(self) -> bool:
-        """Whether the rank itself has failed."""
+        """Whether the rank itself failed, and was not only affected by another one or a signal."""
         return self.signum is None and not self.why.startswith("peer")
 
 
 def start(run: Mapping[str, Any], count: int) -> None:
-    """Start one_rank.py with these arguments, once for each rank, and wait.
+    """Start one_rank.py with these arguments, once for each rank, and wait until all have ended.
 
     Raises:
-        UserError, RunError: the failure of the rank that failed first; OutOfMemory too.
+        UserError, RunError, OutOfMemory: the error of the rank that failed first.
         RanksStopped: a signal came, and every rank has ended.
     """
     with tempfile.TemporaryDirectory(prefix="attnkit-") as folder:
@@ -79,21 +79,23 @@ def start(run: Mapping[str, Any], count: int) -> None:
 
 
 class _Ranks:
+    """The processes of a run's ranks."""
+
     def __init__(self, run: Mapping[str, Any], count: int, folder: Path) -> None:
         from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
         self.folder = folder
         self.reports: dict[int, Report | None] = {}
-        """Of the ranks that have ended by themselves."""
+        """Reports of the ranks that have ended by themselves."""
         self.signals: list[int] = []
-        """Those that came, without echoes."""
+        """The signals received, without repetitions of the same event."""
         self._once = Once()
         environment = {k: v for k, v in os.environ.items() if k not in VARIABLES}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{find_free_network_port()}"}
         environment |= {"NODE_RANK": "0", "WORLD_SIZE": str(count)}
         given = json.dumps({"run": run, "report": str(folder), "parent": os.getpid()})
         output = None
-        with suppress(OSError):  # a trial of a sweep prints to a file
+        with suppress(OSError):  # stdout may have no file descriptor
             output = sys.stdout.fileno()
         sys.stdout.flush()
         with held_back():
@@ -116,14 +118,14 @@ class _Ranks:
                 process.send_signal(signum)
 
     def wait(self) -> None:
-        """Until every rank has ended, or one has failed and the others had time to notice."""
+        """Wait until every rank has ended, or one has failed and the others had time to notice."""
         deadline = math.inf
         while len(self.reports) < len(self.processes) and time.monotonic() <= deadline:
             time.sleep(_POLL)
             for rank, process in enumerate(self.processes):
                 if rank not in self.reports and process.poll() is not None:
                     self.reports[rank] = self._report(rank, process.returncode)
-            # Failed, not stopped: who stops may still wait for a checkpoint to be written.
+            # Only for failures: ranks that a signal stops may still be writing a checkpoint.
             if any(report and report.signum is None for report in self.reports.values()):
                 deadline = min(deadline, time.monotonic() + GRACE)
             if len(self.signals) > 1:
@@ -160,7 +162,7 @@ class _Ranks:
         raise (UserError if report.code == WRONG_INPUT else RunError)(text)
 
     def _report(self, rank: int, code: int) -> Report | None:
-        """Its own, or what its exit code tells."""
+        """Return the report that a rank has written, or else one by its exit code."""
         if code == 0:
             return None
         with suppress(OSError, ValueError):
@@ -171,5 +173,5 @@ class _Ranks:
             return Report(CRASHED, signum=-code)
         text = f"killed by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
-            text += "\n  the system does so to what takes too much memory"
+            text += "\n  the system kills processes that take too much memory"
         return Report(CRASHED, text)

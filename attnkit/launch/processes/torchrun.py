@@ -1,7 +1,7 @@
 """Ranks that torchrun or srun has started: each checks the command line, rank 0 decides and writes.
 
-Through a store that all of them reach, rank 0 names the folder of each run when it begins, and at
-last the exit code that all end with.
+Through a store that all ranks reach, rank 0 sends the folder of each run when the run begins, and
+finally the exit code with which all ranks end.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import Any
 from attnkit.lightning.errors import UserError
 
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
-# What tells a process its rank; wrong for, or in the way of, ranks that attnkit starts itself.
+# Variables that give a process its rank. They are removed for ranks that attnkit starts itself.
 VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
 )
 _POLL = 0.2
-_ARRIVAL = 600.0  # seconds the others wait for rank 0 to be there at all
-_GOODBYE = 10.0  # seconds rank 0 waits for the others to hear how it ended
+_ARRIVAL = 600.0  # seconds that the other ranks wait for rank 0 to start
+_GOODBYE = 10.0  # seconds that rank 0 waits for the others to receive the exit code
 
 
 @dataclass
 class Launcher:
-    """Who started this process as one of several ranks."""
+    """The program that started this process as one of several ranks."""
 
     name: str
     rank: int
     world: int
     job: Any = None
-    """What the command line asks for, in the ranks that wait for rank 0."""
+    """The job of the command line, in all ranks except rank 0."""
     _count: int = 0
 
     def check(self, trainer: Any) -> None:
-        """A trainer for another number of processes would train separately, or wait forever."""
+        """Refuse a trainer for another number of processes, which would wait forever."""
         wanted = trainer.num_devices * trainer.num_nodes
         if wanted != self.world:
             raise UserError(
@@ -52,14 +52,14 @@ class Launcher:
             )
 
     def tell(self, **message: Any) -> None:
-        """Rank 0: `run_dir` and `log` of the next run, or the code to `exit` with."""
+        """Send rank 0's message: `run_dir` and `log` of the next run, or `exit` with its code."""
         self._store.set(f"{self._count}", json.dumps(message))
         self._count += 1
 
     def hear(self, patience: float = math.inf) -> dict[str, Any]:
-        """The others: what rank 0 says next; nothing if it takes longer than `patience` seconds.
+        """Return the next message of rank 0; an empty dict after `patience` seconds.
 
-        When rank 0 has gone without a word, it has failed.
+        If rank 0 has ended without a message, the result is exit code 1.
         """
         last = time.monotonic() + patience
         try:
@@ -75,7 +75,7 @@ class Launcher:
             return {"exit": 1}
 
     def dismiss(self, code: int) -> None:
-        """Rank 0: all end with this code; the store must not go before the others have heard it."""
+        """Send rank 0's exit code, and keep the store alive until the others have received it."""
         if code == 0:
             leave_group()
         try:
@@ -86,7 +86,7 @@ class Launcher:
                     return
                 time.sleep(_POLL)
         except RuntimeError:
-            pass  # the store has gone, and with it everyone who would listen
+            pass  # the store is gone, and with it the other ranks
 
     @cached_property
     def _store(self) -> Any:
@@ -95,7 +95,7 @@ class Launcher:
 
         started = TorchElasticEnvironment() if self.name == "torchrun" else SLURMEnvironment()
         at = started.main_address, started.main_port
-        # torchrun may hold a store there itself; ours serves the process group, too
+        # torchrun may serve a store at this address itself; ours also serves the process group
         master = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         last = time.monotonic() + _ARRIVAL
         while not master and not _answers(at):
@@ -109,11 +109,11 @@ class Launcher:
 
 
 def launched() -> Launcher | None:
-    """The launcher of this process; None where a person or a script has started it.
+    """Return the launcher of this process; None if a person or a script has started it.
 
-    srun gives its processes the number of a step. The script of a batch job and an interactive
-    allocation have none, though they have the number of tasks that srun would start. Variables that
-    somebody left behind are removed, or Lightning would wait for ranks that never come.
+    srun sets the number of a job step. A batch script and an interactive allocation have none,
+    although they have the number of tasks that srun would start. Other variables of launchers are
+    removed, since Lightning would wait for ranks that never start.
     """
     given = os.environ
     if _TORCHRUN in given:
@@ -124,7 +124,7 @@ def launched() -> Launcher | None:
         if "SLURM_STEP_ID" in given:
             return Launcher("srun", int(given["SLURM_PROCID"]), tasks)
         print(
-            f"this is one process, though SLURM's job has {tasks} tasks: srun attnkit … starts all",
+            f"this is one process, but SLURM's job has {tasks} tasks; srun attnkit … starts all",
             file=sys.stderr,
         )
     for name in VARIABLES:
@@ -133,7 +133,7 @@ def launched() -> Launcher | None:
 
 
 def leave_group() -> None:
-    """After a run that went well. A thread of gloo's that outlives Python can abort the process."""
+    """Destroy the process group after a successful run, since gloo's threads can abort at exit."""
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,1 +1,1 @@
-"""Records of results: what conf/experiment says of published figures, and running it again."""
+"""Records of published and own results in conf/experiment, and running them again."""

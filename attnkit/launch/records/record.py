@@ -1,7 +1,7 @@
-"""Records: the figures that experiments of conf/experiment reproduce, and when two figures agree.
+"""Records: results that experiments in conf/experiment reproduce, and when two figures agree.
 
-A record is the node `record` of an experiment. The rest of the experiment is its command; where
-`record.script` names a file, that is run instead.
+A record is the node `record` of an experiment. The rest of the experiment is its command; if
+`record.script` names a file, that file is run instead.
 """
 
 import math
@@ -19,19 +19,19 @@ from attnkit.launch.config.validate import check_arguments
 from attnkit.lightning.errors import UserError
 
 GROUP = "experiment"
-_PLACES = ("", "raw", "*/raw")  # of a data set's files below data.root, as the data modules look
+_PLACES = ("", "raw", "*/raw")  # folders below data.root in which the data modules look for files
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean over runs, in the unit of its record. As a text: `83.05 ± 0.37`.
+    """A mean over runs, in the unit of its record. Its text is `83.05 ± 0.37`.
 
     Args:
-        mean: as it is written: its last digit says how exact it is.
-        std: standard deviation over the runs; None: unknown, or there was one run.
-        runs: how many; None: unknown.
-        tolerance: how far another may be away, whatever the deviations; None: half a unit of the
-            last digit of the mean.
+        mean: the mean as written; its last digit shows its precision.
+        std: standard deviation over the runs; None if unknown, or for one run.
+        runs: number of runs; None if unknown.
+        tolerance: difference up to which another figure agrees, whatever the deviations; None:
+            half a unit of the last digit of the mean.
     """
 
     mean: float
@@ -48,10 +48,10 @@ class Figure:
 
 
 def verdict(new: Figure, reference: Figure) -> str:
-    """`within spread`, `above` or `below`: on which side of the reference the new figure lies.
+    """Return `within spread`, `above` or `below`: where the new figure lies from the reference.
 
-    It is within if |new − reference| ≤ max(√(s² + s_ref²), tolerance), s the standard deviations
-    over runs, 0 where one is unknown.
+    It is within the spread if |new − reference| ≤ max(√(s² + s_ref²), tolerance), where s are the
+    standard deviations over runs, or 0 if unknown.
     """
     spread = math.hypot(new.std or 0.0, reference.std or 0.0)
     tolerance = reference.tolerance
@@ -64,25 +64,25 @@ def verdict(new: Figure, reference: Figure) -> str:
 
 
 def _places(number: float) -> int:
-    """Decimals of a number as it was written."""
+    """Return the number of decimals of a number as it was written."""
     text = repr(number)
     return 0 if "e" in text else len(text.partition(".")[2])
 
 
 @dataclass(frozen=True)
 class Data:
-    """The files that a record needs: the name of their folder, and one of them to find them by."""
+    """The files that a record needs: the name of their folder, and a file by which it is found."""
 
     folder: str
     file: str
 
     def root(self, given: Path) -> Path:
-        """The folder for `data.root`: the one of this name in what was given, or that itself."""
+        """Return the folder for `data.root`: the given one, or that of this name inside it."""
         inside = given / self.folder
         return inside if inside.is_dir() else given
 
     def is_in(self, given: Path) -> bool:
-        """Whether the files are there."""
+        """Return whether the files are in the given folder."""
         root = self.root(given)
         return any(next(root.glob(str(Path(p, self.file))), None) for p in _PLACES)
 
@@ -93,11 +93,11 @@ _PARTS: dict[str, type] = {"published": Figure, "ours": Figure, "data": Data}
 
 @dataclass(frozen=True)
 class Record:
-    """One figure; docs/records.md explains the keys of an experiment's node `record`.
+    """One published or own result. docs/records.md explains the keys of the node `record`.
 
     Args:
-        name: of the experiment.
-        runs: how many there are of it, each of a seed or a split.
+        name: the name of the experiment.
+        runs: number of its runs, each with its own seed or split.
         by: "seeds" or "splits".
         conf: the folder that the experiment was read from.
     """
@@ -109,15 +109,15 @@ class Record:
     # The keys of the node.
     what: str
     metric: str  # its name in results.json
-    paper: str  # of a figure of our own: where it is claimed
+    paper: str  # for a result of our own, the page that states it
     table: str
     url: str = ""
-    unit: str = "%"  # "": as in results.json
+    unit: str = "%"  # "": the unit of results.json
     published: Figure | None = None
     ours: Figure | None = None
     date: str = ""
     machine: str = ""
-    minutes: float | None = None  # of all runs
+    minutes: float | None = None  # all runs together
     data: Data | None = None
     gpu: bool = False
     script: str = ""
@@ -126,17 +126,17 @@ class Record:
 
     @property
     def time(self) -> str:
-        """The time of all its runs: `39 s`, `57 min`."""
+        """The time of all runs as text: `39 s`, `57 min`."""
         if self.minutes is None:
             return ""
         return f"{60 * self.minutes:.0f} s" if self.minutes < 1.5 else f"{self.minutes:.0f} min"
 
     def overrides(self, root: Path | None, runs: int | None = None) -> list[str]:
-        """The command line that runs the experiment.
+        """Return the overrides that run the experiment.
 
         Args:
-            root: what was given for `data.root`.
-            runs: another number than on record.
+            root: the folder given for `data.root`.
+            runs: number of runs, if it differs from the record.
         """
         words = [f"{GROUP}={self.name}"]
         if self.data is not None and root is not None:
@@ -145,7 +145,7 @@ class Record:
 
 
 def grouped(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records by the paper and table that they stand in, papers with a URL first."""
+    """Return the records by paper and table, papers with a URL first."""
     groups: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda r: (not r.url, r.paper, r.table, r.name)):
         groups.setdefault(f"{record.paper}, {record.table}", []).append(record)
@@ -153,13 +153,13 @@ def grouped(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def read(folders: Sequence[Path]) -> dict[str, Record]:
-    """All records, by name; a later folder's stand in the place of those of the same name.
+    """Return all records by name; those of a later folder replace records of the same name.
 
     Args:
-        folders: with conf's groups in them.
+        folders: folders of configuration groups, such as conf/.
 
     Raises:
-        UserError: a record is not complete, naming file and key.
+        UserError: a record is incomplete; the message names file and key.
     """
     records = {}
     for folder in folders:
@@ -206,7 +206,7 @@ def _mapping(key: str, given: Any, where: Origins) -> dict[str, Any]:
 
 
 def _check(key: str, given: dict[str, Any], signature: Signature, where: Origins) -> None:
-    """Each key is one that there is and has its type, and none is missing."""
+    """Check that each key exists and has its type, and that none is missing."""
     check_arguments(key, given, signature, where, what=key)
     for name, parameter in signature.parameters.items():
         if parameter.required and name not in given:
@@ -214,6 +214,6 @@ def _check(key: str, given: dict[str, Any], signature: Signature, where: Origins
 
 
 def _problem(key: str, message: str, where: Origins) -> UserError:
-    """An error that names the file, and the line of the key or of the node that lacks it."""
+    """Return an error with the file and the line of the key, or of the node that lacks it."""
     place = where.of(key) or where.of(key.rpartition(".")[0])
     return UserError(f"{key}: {message}" + (f"\n  in {place}" if place else ""))

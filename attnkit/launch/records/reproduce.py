@@ -1,4 +1,4 @@
-"""`run=reproduce`: lists the records, or runs some of them again and says how they compare."""
+"""`run=reproduce`: lists the records, or runs some of them again and compares the results."""
 
 import statistics
 import time
@@ -38,17 +38,17 @@ _LEGEND = """
 published: from the paper; ours: measured here; ±: over seeds or splits.
 time: of all runs together, on the machine named in docs/records.md.
   attnkit run=reproduce reproduce.name=NAME [data.root=PATH]  run one
-  attnkit run=reproduce reproduce.minutes=N [data.root=PATH]  all that fit"""
+  attnkit run=reproduce reproduce.minutes=N [data.root=PATH]  run all that fit"""
 _RULE = """
 within spread: |now - reference| is at most sqrt(s^2 + s_ref^2), or half a unit of
 the reference's last digit. The reference is the published figure if there is one,
 else the figure on record."""
-_WIDE = 120  # columns of a screen that also shows what is measured
+_WIDE = 120  # columns of a screen wide enough for the column "what"
 
 
 @dataclass
 class Row:
-    """A record that is run again, and what has come of it so far."""
+    """A record that is run again, and its result so far."""
 
     record: Record
     folder: Path
@@ -61,7 +61,7 @@ class Row:
         """The row of table.csv, by column."""
         record, now = self.record, self.now
         reference = record.published or record.ours
-        found = verdict(now, reference) if now and reference else ""
+        compared = verdict(now, reference) if now and reference else ""
         return {
             "record": record.name,
             "metric": record.metric,
@@ -70,8 +70,8 @@ class Row:
             **_numbers("on_record", record.ours),
             **_numbers("now", now),
             "runs": now.runs if now else None,
-            "verdict": found,
-            "against": found and ("published" if record.published else "on record"),
+            "verdict": compared,
+            "against": compared and ("published" if record.published else "on record"),
             "seconds": None if self.seconds is None else round(self.seconds, 2),
             "state": self.state,
             "error": self.error,
@@ -79,31 +79,31 @@ class Row:
         }
 
     def texts(self) -> list[str]:
-        """The row as people read it, under the names of `_COMPARED`."""
+        """The row as text, with the columns of `_COMPARED`."""
         figures = (self.record.published, self.record.ours, self.now)
-        said = self.cells()["verdict"] if self.state == "done" else self.state
-        took = "" if self.seconds is None else seconds(self.seconds)
-        return [self.record.name, *(str(figure or "") for figure in figures), said, took]
+        outcome = self.cells()["verdict"] if self.state == "done" else self.state
+        time_taken = "" if self.seconds is None else seconds(self.seconds)
+        return [self.record.name, *(str(figure or "") for figure in figures), outcome, time_taken]
 
 
 def command(request: Request, launcher: Launcher | None = None) -> int:
-    """List the records, or run those that are asked for; returns the exit code.
+    """List the records, or run the chosen ones; return the exit code.
 
-    1 if one of them has failed. A figure that is below or above is no failure.
+    It is 1 if a record has failed. A result below or above its reference is no failure.
     """
     root, runs = _checked(request, launcher)
     name, minutes = request.config["reproduce"]["name"], request.config["reproduce"]["minutes"]
-    there_are = read(request.composer.folders)
+    records = read(request.composer.folders)
     if name is None and minutes is None:
-        _list(there_are.values())
+        _list(records.values())
         return 0
     if name is None:
-        chosen = _fitting(there_are.values(), minutes, root)
+        chosen = _fitting(records.values(), minutes, root)
     else:
-        chosen = _named(there_are, [name] if isinstance(name, str) else name)
+        chosen = _named(records, [name] if isinstance(name, str) else name)
     given = request.config.get("run_dir")
     folder = folders.plan(given, "reproduce")
-    for record in chosen:  # what is wrong with one is an error before any of them runs
+    for record in chosen:  # raises errors of all records before the first one runs
         _job(request, record, folder, root, runs)
     folder = folders.create(folder, fresh=given is None)
     print(f"{len(chosen)} records in {folder}", flush=True)
@@ -114,7 +114,7 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
             row.state = "not started, the time was up"
             continue
         print(f"\n{row.record.name}: {row.record.what}", flush=True)
-        row.state = "interrupted"  # until it has come to its end
+        row.state = "interrupted"  # until the record has ended
         _save(folder, rows)
         _run(request, row, root, runs)
     _save(folder, rows)
@@ -130,19 +130,19 @@ def command(request: Request, launcher: Launcher | None = None) -> int:
 
 
 def _checked(request: Request, launcher: Launcher | None) -> tuple[Path | None, int | None]:
-    """What was typed for `data.root`, and as another number of runs than on record.
+    """Return the typed `data.root` and the typed number of runs, or None for each.
 
     Raises:
-        UserError: something was typed that would change a record, or do nothing.
+        UserError: an override would change a record, or has no effect.
     """
     if launcher:
-        raise UserError(f"run=reproduce: not under {launcher.name}; it is one process")
+        raise UserError(f"run=reproduce: not under {launcher.name}; it runs in one process")
     check_uses(request)
     for typed in request.overrides:
         if dotted_key(typed) not in _TYPED and not dotted_key(typed).startswith("reproduce."):
             raise UserError(
-                f"{typed}: not for run=reproduce, which runs records as they are; of data only "
-                "data.root=PATH\n  one with a change: experiment=NAME key=value, without run="
+                f"{typed}: not for run=reproduce, which runs records as they are; below data only "
+                "data.root=PATH\n  to change a record: experiment=NAME key=value, without run="
             )
     asked: Any = OmegaConf.to_container(request.config["reproduce"])
     check_arguments("reproduce", asked, known(REPRODUCE), request.origins, what="run=reproduce")
@@ -162,13 +162,13 @@ def _named(records: Mapping[str, Record], names: Sequence[str]) -> list[Record]:
         raise UserError("reproduce.name=[]: expected at least one name; run=reproduce lists them")
     for name in names:
         if name not in records:
-            hint = nearest(name, records) or f"\n  there are {', '.join(records) or 'none'}"
+            hint = nearest(name, records) or f"\n  records: {', '.join(records) or 'none'}"
             raise UserError(f"reproduce.name: no record {name!r}{hint}\n  run=reproduce lists them")
     return [records[name] for name in dict.fromkeys(names)]
 
 
 def _fitting(records: Iterable[Record], minutes: float, root: Path | None) -> list[Record]:
-    """The shortest records, as many as fit; prints why the others are left out."""
+    """Return the shortest records that fit into the time; print why the others are left out."""
     from torch.cuda import is_available
 
     chosen: list[Record] = []
@@ -182,7 +182,9 @@ def _fitting(records: Iterable[Record], minutes: float, root: Path | None) -> li
         elif record.minutes is None:
             left.setdefault("a time on record", []).append(record.name)
         elif total + record.minutes > minutes:
-            left.setdefault(f"more than is left of {minutes:g} minutes", []).append(record.name)
+            left.setdefault(f"more time than is left of {minutes:g} minutes", []).append(
+                record.name
+            )
         else:
             total += record.minutes
             chosen.append(record)
@@ -200,10 +202,10 @@ def _fitting(records: Iterable[Record], minutes: float, root: Path | None) -> li
 def _job(
     request: Request, record: Record, folder: Path, root: Path | None, runs: int | None
 ) -> Job | None:
-    """What is to be done for an experiment, in a folder below this one; None for a script.
+    """Return the job of a record, in a folder below this one; None for a script.
 
     Raises:
-        UserError: a file is missing, or the experiment is wrong.
+        UserError: a file is missing, or the experiment is invalid.
     """
     if record.data is not None and root is None:
         raise UserError(
@@ -224,7 +226,7 @@ def _job(
 
 
 def _run(request: Request, row: Row, root: Path | None, runs: int | None) -> None:
-    """Run a record; its failure is noted in the row."""
+    """Run a record, and note its result or its error in the row."""
     record, started = row.record, time.monotonic()
     try:
         if job := _job(request, record, row.folder.parent, root, runs):
@@ -234,7 +236,7 @@ def _run(request: Request, row: Row, root: Path | None, runs: int | None) -> Non
         row.now = _figure(record, row.folder)
         row.state = "done"
     except Exception as error:
-        raise_received()  # what a signal has broken off may fail in any way
+        raise_received()  # code that a signal interrupts may fail in any way
         row.state, row.error = "failed", summary(error)
         fail(error, CRASHED, f"{record.name}: ")
     row.seconds = time.monotonic() - started
@@ -245,7 +247,7 @@ def _script(record: Record) -> Path:
 
 
 def _run_script(record: Record, folder: Path, runs: int) -> None:
-    """Its `main(seed=…, picture=…)` for each seed; what it returns is in results.json."""
+    """Call a script's `main(seed=…, picture=…)` for each seed; write the mean to results.json."""
     folder.mkdir(parents=True, exist_ok=True)
     main, started = run_path(str(_script(record)))["main"], time.monotonic()
     values = [float(main(seed=s, picture=str(folder / f"seed_{s}.png"))) for s in range(runs)]
@@ -256,7 +258,7 @@ def _run_script(record: Record, folder: Path, runs: int) -> None:
 
 
 def _figure(record: Record, folder: Path) -> Figure:
-    """The figure that a run has left, in the unit of its record."""
+    """Return the figure in a run's results.json, in the unit of its record."""
     results = folders.load_results(folder)
     if record.metric not in results:
         raise RunError(f"{record.metric}: not among the results: {', '.join(results)}")
@@ -273,7 +275,7 @@ def _figure(record: Record, folder: Path) -> Figure:
 
 
 def _list(records: Iterable[Record]) -> None:
-    """All records on screen, in 80 columns; with what they measure where there is room."""
+    """Print all records in 80 columns; on a wide screen also what they measure."""
     groups = grouped(records)
     lines = [[*_LISTED]]
     for record in chain(*groups.values()):
@@ -292,7 +294,7 @@ def _list(records: Iterable[Record]) -> None:
 
 
 def _save(folder: Path, rows: Sequence[Row]) -> None:
-    """table.csv and table.md, of what is done so far."""
+    """Write table.csv and table.md with the results so far."""
     cells = [row.cells() for row in rows]
     write_csv(folder / CSV, [*cells[0]], [[*row.values()] for row in cells])
     lines = [_COMPARED, ["---"] * len(_COMPARED), *(row.texts() for row in rows)]
@@ -301,7 +303,7 @@ def _save(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def _aligned(lines: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of cells whose columns are equally wide; the first has the names of the columns."""
+    """Return the lines with aligned columns; the first line holds the names of the columns."""
     columns = []
     for name, *cells in zip(*lines, strict=True):
         texts = [name, *map(in_line, cells)]

@@ -1,1 +1,1 @@
-"""Many runs: trials, their record, where they run, resuming and retrying."""
+"""Sweeps of many runs: trials, their record, launchers, resuming and retrying."""

@@ -1,8 +1,9 @@
-"""Where trials run: here, one after the other, or several at once, each a process of its own.
+"""Launchers of trials: in this process one after the other, or several processes at once.
 
-`basic` runs them in this process. `joblib` starts a few at a time from threads, and submitit's
-executors from jobs. Thread or job, each starts one trial and watches over it. So a trial that is
-killed fails alone, has its GPU before torch is there, and ends its step on Ctrl-C.
+`basic` runs trials in this process. `joblib` starts several at a time from threads, and submitit's
+executors start them from jobs. Each thread or job starts one trial as a process and watches it. So
+a trial that is killed fails alone, gets its GPU before torch is imported, and ends its step on
+Ctrl-C.
 """
 
 import os
@@ -41,8 +42,8 @@ from attnkit.lightning.files import absolute, write_text
 BASIC = "basic"
 _POLL = 0.1
 _SAFE_PATH = "PYTHONSAFEPATH"
-"""With it `python -m` does not import from the working directory, from Python 3.11 on."""
-_GRACE = 30.0  # seconds a trial has to end by itself once whoever watches it has to end
+"""Variable that keeps `python -m` of Python 3.11 from importing from the working directory."""
+_GRACE = 30.0  # seconds that a trial has to end by itself when its watcher must end
 _ENDED = ("done", "failed", "pruned")
 _STOPPED = (INTERRUPTED, 128 + signal.SIGTERM)
 
@@ -58,34 +59,34 @@ class Basic:
 
 
 class _Apart:
-    """A launcher whose trials are processes of their own; each has a job that watches over it."""
+    """A launcher that runs each trial in a process of its own, watched by a job."""
 
     def submit(self, watch: "_Watch", orders: Sequence[Order], devices: Sequence[str]) -> list[Any]:
-        """A job for each trial, with the methods `done` and `exception`.
+        """Submit a job for each trial; return the jobs, which have methods `done` and `exception`.
 
         Args:
-            watch: what a job does.
-            devices: GPUs, of which trials that take one get one each; empty: as they are.
+            watch: the function that a job calls.
+            devices: GPUs to distribute, one to each trial that needs one; empty: no distribution.
         """
         raise NotImplementedError
 
     def run(self, orders: Sequence[Order]) -> None:
         """Run these trials and wait for them.
 
-        The first signal tells every trial to end its step, the second one to end at once.
+        On the first signal every trial ends its step and stops; on the second one it is killed.
 
         Raises:
-            KeyboardInterrupt, StoppedBySignal: a signal came; the trials have ended their steps.
+            KeyboardInterrupt, StoppedBySignal: a signal came, and the trials have stopped.
         """
         stop = orders[0].trial.folder.with_name(f".stop_{uuid.uuid4().hex[:8]}")
-        devices = () if isinstance(self, Slurm) else gpus.visible()  # SLURM gives its own
+        devices = () if isinstance(self, Slurm) else gpus.visible()  # SLURM assigns GPUs itself
         watch = _Watch(str(Path.cwd()), stop, ",".join(devices))
         shared = devices if len(devices) > 1 else ()
         jobs: list[Any] = []
         stopped: KeyboardInterrupt | StoppedBySignal | None = None
         while True:
             try:
-                with held_back():  # what is started leaves signals to this thread
+                with held_back():  # threads started here leave signals to this one
                     jobs = jobs or self.submit(watch, orders, shared)
                     if all(job.done() for job in jobs):
                         break
@@ -100,19 +101,19 @@ class _Apart:
         if stopped:
             raise stopped
         for job in jobs:
-            if problem := job.exception():  # not a trial's, which is in its folder
+            if problem := job.exception():  # the launcher's; a trial's error is in its folder
                 raise problem
 
 
 @dataclass(frozen=True)
 class Joblib(_Apart):
-    """hydra/launcher=joblib, and its settings."""
+    """hydra/launcher=joblib and its settings."""
 
     n_jobs: int = -1
-    """How many trials at once. -1: one for each CPU, -2: one less, …"""
+    """Number of trials that run at once. -1: one for each CPU, -2: one less, …"""
 
     def submit(self, watch: "_Watch", orders: Sequence[Order], devices: Sequence[str]) -> list[Any]:
-        """Futures of threads; a trial that takes a GPU waits for a free one."""
+        """Return futures of threads; a trial that needs a GPU waits for a free one."""
         free: Queue[str] = Queue()
         for device in devices:
             free.put(device)
@@ -125,9 +126,9 @@ class Joblib(_Apart):
                 if device:
                     free.put(device)
 
-        many = self.n_jobs
-        many = many if many > 0 else max(1, (os.cpu_count() or 1) + 1 + many)
-        pool = ThreadPoolExecutor(min(many, len(orders)))
+        count = self.n_jobs
+        count = count if count > 0 else max(1, (os.cpu_count() or 1) + 1 + count)
+        pool = ThreadPoolExecutor(min(count, len(orders)))
         jobs = [pool.submit(run, order) for order in orders]
         pool.shutdown(wait=False)
         return jobs
@@ -135,10 +136,10 @@ class Joblib(_Apart):
 
 @dataclass(frozen=True)
 class Submitit(_Apart):
-    """hydra/launcher=submitit_local, and its settings."""
+    """hydra/launcher=submitit_local and its settings."""
 
     submitit_folder: str | Path | None = None
-    """Of its logs; by default .submitit/%j in the folder of the sweep."""
+    """The folder of submitit's logs; by default .submitit/%j in the folder of the sweep."""
     timeout_min: int = 60
     cpus_per_task: int | None = None
     gpus_per_node: int | None = None
@@ -149,7 +150,7 @@ class Submitit(_Apart):
     stderr_to_stdout: bool = False
 
     def submit(self, watch: "_Watch", orders: Sequence[Order], devices: Sequence[str]) -> list[Any]:
-        """Jobs of submitit's; the trials that take a GPU get them in turn."""
+        """Return submitit's jobs; trials that need a GPU get the devices in turn."""
         import submitit
         from submitit.core.utils import environment_variables
 
@@ -163,13 +164,13 @@ class Submitit(_Apart):
         executor.update_parameters(**values)
         turns = cycle(devices or [""])
         chosen = [next(turns) if order.one_gpu else "" for order in orders]
-        with environment_variables(**{_SAFE_PATH: "1"}):  # of submitit's own processes
+        with environment_variables(**{_SAFE_PATH: "1"}):  # for submitit's own processes
             return executor.map_array(watch, orders, chosen)
 
 
 @dataclass(frozen=True)
 class Slurm(Submitit):
-    """hydra/launcher=submitit_slurm, and its settings."""
+    """hydra/launcher=submitit_slurm and its settings."""
 
     partition: str | None = None
     qos: str | None = None
@@ -199,10 +200,15 @@ _LAUNCHERS: dict[str, type[Launcher]] = {
 
 
 def read_launcher(composer: Composer, words: Sequence[str], at_once: int = 1) -> Launcher:
-    """The launcher that these words of Hydra's choose, for so many trials at once.
+    """Return the launcher that Hydra's words choose.
+
+    Args:
+        composer: the composer that parses the words.
+        words: Hydra's settings on the command line.
+        at_once: number of trials that are started at once.
 
     Raises:
-        UserError: it is not installed, or not with these settings, or not on this machine.
+        UserError: the launcher is not installed, its settings are wrong, or it can't run here.
     """
     words = [w for w in words if is_launcher(w)]
     chosen = [w for w in words if key_of(w) == "hydra/launcher"]
@@ -244,19 +250,19 @@ def read_launcher(composer: Composer, words: Sequence[str], at_once: int = 1) ->
 
 @dataclass(frozen=True)
 class _Watch:
-    """Runs a trial as a process of its own and watches over it; plain data, for other machines."""
+    """Runs a trial as a process and watches it; picklable, so that other machines can call it."""
 
     working_dir: str
     stop: Path
-    """The file by which the command tells all trials, on whatever machine, to end."""
+    """The file by which the command sends a signal to all trials, on any machine."""
     devices: str = ""
-    """The GPUs of this machine: submitit's local jobs have an environment that hides them."""
+    """The GPUs of this machine, which submitit's local jobs hide from their environment."""
     safe_path: str = field(default_factory=lambda: os.environ.get(_SAFE_PATH, ""))
     command: list[str] = field(default_factory=lambda: command_of("attnkit.launch.sweep.trials"))
-    """Made here, for submitit's processes import from the working directory."""
+    """Built in this process, since submitit's processes import from the working directory."""
 
     def __call__(self, order: Order, device: str = "") -> None:
-        """Run a trial; `device` is the GPU that it is given, if it is given one."""
+        """Run a trial; `device` is the GPU assigned to it, if there is one."""
         if self.stop.exists():
             return
         folder = folders.create(order.trial.folder, fresh=False)
@@ -277,41 +283,41 @@ class _Watch:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            told = self._watch(process)
+            sent = self._watch(process)
         code = process.returncode
-        if code and not told and code not in _STOPPED and progress(folder) not in _ENDED:
+        if code and not sent and code not in _STOPPED and progress(folder) not in _ENDED:
             text = f"ended with exit code {code}"
             if code < 0:
                 text = f"killed by {signal.Signals(-code).name}"
-            said = (folder / OUTPUT).read_bytes()[begin:].decode(errors="replace").splitlines()
-            last = [line.strip()[:500] for line in said if line.strip()][-1:]
+            lines = (folder / OUTPUT).read_bytes()[begin:].decode(errors="replace").splitlines()
+            last = [line.strip()[:500] for line in lines if line.strip()][-1:]
             save_error(folder, "\n  ".join([text, *last]))
         trial = order.trial.now()
         line = f"  {trial.error.splitlines()[0]}" if trial.state == "failed" else ""
         print(f"{line_of(trial)}{line}", flush=True)
 
     def checkpoint(self, order: Order, device: str = "") -> Any:
-        """What submitit starts when a job was preempted or timed out: the same once more."""
+        """Return the job that submitit starts after a preemption or a timeout: the same again."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, order, device)
 
     def _watch(self, process: "subprocess.Popen[bytes]") -> int:
-        """Wait for a trial; pass on what the command tells. Returns the signal that it told."""
-        told = 0
+        """Wait for a trial and pass on signals of the command; return the last one sent, or 0."""
+        sent = 0
         try:
             while process.poll() is None:
                 time.sleep(_POLL)
                 with suppress(OSError):
-                    if (signum := int(self.stop.read_text())) != told:
-                        told = signum
+                    if (signum := int(self.stop.read_text())) != sent:
+                        sent = signum
                         process.send_signal(signum)
-        finally:  # also when a batch system ends this job, which it does in good time
+        finally:  # also if a batch system ends this job
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_GRACE)
-            with suppress(OSError):  # its own workers, too
+            with suppress(OSError):  # also kills the trial's own workers
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        return told
+        return sent

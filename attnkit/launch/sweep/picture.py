@@ -1,4 +1,4 @@
-"""parameters.png, the picture of a sweep: the metric against each swept parameter."""
+"""Draws parameters.png, the picture of a sweep: the metric against each swept parameter."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILE = "parameters.png"
-_MEANS = 8  # numbers that have a mean each; of more, trials in a mean
-_LONGEST = 24  # characters of a value that is written below a plot
-_CHARACTER = 0.021  # share of a panel's width
+_MEANS = 8  # up to so many numbers have a mean each; otherwise each mean is over so many trials
+_LONGEST = 24  # characters of a value written below a plot
+_CHARACTER = 0.021  # width of a character as a share of the panel's width
 
 
 def draw(rows: Sequence[Row], metric: Metric) -> "Figure | None":
-    """Draw the metric against each swept parameter; None where there is nothing to compare.
+    """Draw the metric against each swept parameter; return None if there is nothing to compare.
 
     Points are trials, the line is their mean, and a bar is the standard deviation over the seeds
     of a row. Numbers have a logarithmic axis if they span a decade (whole numbers: two). Other
@@ -68,7 +68,7 @@ def draw(rows: Sequence[Row], metric: Metric) -> "Figure | None":
 
 
 def _numbers(texts: Iterable[str]) -> dict[str, float]:
-    """The values as numbers, in order; empty where one of them is not a finite number."""
+    """Return the values as sorted numbers; empty if one of them is not a finite number."""
     try:
         numbers = {text: float(text) for text in texts}
     except ValueError:
@@ -78,7 +78,7 @@ def _numbers(texts: Iterable[str]) -> dict[str, float]:
 
 
 def _means(points: Sequence[tuple[float, float]], *, neighbours: bool) -> list[Any]:
-    """The mean at each place; of many numbers, those of equally many neighbours."""
+    """Return the mean at each place; for many numbers, means over groups of neighbours."""
     import numpy as np
 
     values = np.array(points)
@@ -104,7 +104,7 @@ def _draw_spreads(
 
 
 def _name_places(axes: Any, places: Mapping[str, float], *, numbers: bool) -> None:
-    """Ticks at the values where their names have room; else where matplotlib wants them."""
+    """Set ticks at the values if their names have room, or else where matplotlib places them."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
     shown = shortened(places)
@@ -128,11 +128,11 @@ def _name_places(axes: Any, places: Mapping[str, float], *, numbers: bool) -> No
 
 
 def _short(text: str) -> str:
-    """Short enough to be written, and no formula of matplotlib's."""
+    """Return a text shortened for the plot, in which matplotlib finds no formula."""
     return in_picture(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…")
 
 
 def _spans(values: Iterable[float], times: float) -> bool:
-    """Whether the largest is so many times the smallest, which is positive."""
+    """Return whether the smallest value is positive and the largest is `times` as large."""
     values = list(values)
     return bool(values) and min(values) > 0 and max(values) >= times * min(values)

@@ -1,4 +1,4 @@
-"""The trials of a sweep as rows, best first; those that differ only by seed are one row."""
+"""Ranks the trials of a sweep, best first; trials that differ only by seed form one row."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ _SHOWN_SEEDS = 6
 
 @dataclass(frozen=True)
 class Metric:
-    """What trials are ranked by: the best value of what the checkpoint callback follows.
+    """The metric that ranks trials: the best value of the checkpoint callback's monitor.
 
-    That is a metric of validation: choosing by the test metric would spoil it.
+    It is a validation metric, since a test metric used for choosing would be biased.
     """
 
     monitor: str = "val/loss"
@@ -29,55 +29,55 @@ class Metric:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Metric":
-        """The metric of a trial with this configuration."""
+        """Return the metric of a trial with this configuration."""
         checkpoint = (config.get("callbacks") or {}).get("checkpoint") or {}
         monitor = str(checkpoint.get("monitor") or cls.monitor)
         return cls(monitor, (checkpoint.get("mode") or mode_of(monitor)) == "max")
 
     @property
     def name(self) -> str:
-        """Its name in results.json."""
+        """The metric's name in results.json."""
         return f"{self.monitor}_best"
 
     def order(self, results: Mapping[str, float]) -> tuple[bool, float]:
-        """A key to sort by, best first and those without the metric last."""
+        """Return a key for sorting, with the best first and results without the metric last."""
         missing = self.name not in results
         return missing, 0.0 if missing else (-1 if self.maximize else 1) * results[self.name]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Trials that differ only by seed and are done, or one that is not."""
+    """Finished trials that differ only by seed, or one trial that is not finished."""
 
     trials: tuple[Trial, ...]
     results: dict[str, float] = field(default_factory=dict)
-    """As in results.json, over all of their seeds; `num_seeds` is how many have the metric."""
+    """As in results.json, over all seeds; `num_seeds` is the number of seeds with the metric."""
     rank: int | None = None
-    """From 1; None where there is nothing to rank by."""
+    """The rank, counted from 1; None without the metric."""
 
     @property
     def state(self) -> str:
-        """Of all its trials."""
+        """The state, which all trials of the row share."""
         return self.trials[0].state
 
     @property
     def error(self) -> str:
-        """Of a trial that has failed, in one line."""
+        """The error of a failed trial in one line."""
         return in_line(" ".join(self.trials[0].error.split()))
 
     @property
     def numbers(self) -> str:
-        """Those of its trials."""
+        """The numbers of the row's trials, as text."""
         return " ".join(str(trial.number) for trial in self.trials)
 
     @property
     def seeds(self) -> int:
-        """How many have the metric."""
+        """The number of seeds that have the metric."""
         return int(self.results.get("num_seeds", 1))
 
     @property
     def values(self) -> dict[str, str]:
-        """Of the swept keys; of the seeds all."""
+        """The values of the swept keys; for the seed, the values of all trials."""
         values = dict(self.trials[0].values)
         if SEED in values:
             seeds = [trial.values[SEED] for trial in self.trials]
@@ -88,26 +88,28 @@ class Row:
 
 
 def ranked(trials: Sequence[Trial], metric: Metric, *, by_seed: bool = False) -> list[Row]:
-    """The rows, best first; what is not done comes last, by its state, and counts for nothing.
+    """Return the rows, best first; trials that are not finished come last, sorted by state.
 
     Args:
-        by_seed: a row for each trial, also where some differ only by seed.
+        trials: the trials of a sweep.
+        metric: the metric that ranks them.
+        by_seed: whether each trial has a row of its own, even if only the seed differs.
     """
     groups: dict[tuple[Any, ...], list[tuple[set[str], list[Trial]]]] = {}
     for trial in trials:
         if trial.state == "done":
             alone = trial.number if by_seed else None
             same = tuple(o for o in trial.overrides if key_of(o) != SEED)
-            seeds, there_are = _seeds(trial), groups.setdefault((alone, same), [])
-            # the same seed once more is no other seed
-            place = next((group for group in there_are if not group[0] & seeds), None)
-            if place is None:
-                there_are.append((seeds, [trial]))
+            seeds, similar = _seeds(trial), groups.setdefault((alone, same), [])
+            # a trial that repeats a seed must not count as another seed
+            group = next((group for group in similar if not group[0] & seeds), None)
+            if group is None:
+                similar.append((seeds, [trial]))
             else:
-                place[0].update(seeds)
-                place[1].append(trial)
-    rows = [Row(tuple(group), pooled([t.results for t in group], metric.name))
-            for there_are in groups.values() for _, group in there_are]  # fmt: skip
+                group[0].update(seeds)
+                group[1].append(trial)
+    rows = [Row(tuple(members), pooled([t.results for t in members], metric.name))
+            for similar in groups.values() for _, members in similar]  # fmt: skip
     rows.sort(key=lambda row: (*metric.order(row.results), row.trials[0].number))
     rows = [
         Row(row.trials, row.results, rank if metric.name in row.results else None)
@@ -119,17 +121,17 @@ def ranked(trials: Sequence[Trial], metric: Metric, *, by_seed: bool = False) ->
 
 
 def _seeds(trial: Trial) -> set[str]:
-    """Those that a trial has run: with `seeds=N` they have a folder each."""
+    """Return the seeds that a trial has run; with `seeds=N` each has a folder."""
     parts = {path.name.removeprefix("seed_") for path in trial.folder.glob("seed_*")}
     return parts or {trial.values.get(SEED, "")}
 
 
 def pooled(parts: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
-    """The results of several jobs as one: means and standard deviations over all of their seeds.
+    """Return results of several jobs as one: means and standard deviations over all seeds.
 
-    A job of n seeds gives its mean m and deviation s: the sum of squares about the mean M of all N
-    seeds is the sum of (n − 1) s² + n (m − M)², to be divided by N − 1. `num_seeds` counts the
-    seeds that have the `metric`.
+    A job of n seeds has a mean m and a standard deviation s. With the mean M of all N seeds, the
+    pooled variance is the sum of (n − 1) s² + n (m − M)² over jobs, divided by N − 1. `num_seeds`
+    counts the seeds that have the `metric`.
     """
     parts = [{k: v for k, v in part.items() if isinstance(v, int | float)} for part in parts]
     if len(parts) == 1:
@@ -158,7 +160,7 @@ def pooled(parts: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
 
 
 def figures_of(rows: Sequence[Row], metric: Metric) -> list[str]:
-    """The figures to show, the most important first: the metric, those of the test, the costs."""
+    """Return the names of results to show: the metric, test metrics, costs."""
     present = {name for row in rows for name in row.results}
     tests = sorted(n for n in present if n.startswith("test/") and not n.endswith("_std"))
     tests.sort(key=lambda name: name.endswith("/loss"))
@@ -166,7 +168,7 @@ def figures_of(rows: Sequence[Row], metric: Metric) -> list[str]:
 
 
 def figure(results: Mapping[str, float], name: str) -> str:
-    """A figure of results.json as people read it, with its deviation where there are seeds."""
+    """Return a number of results.json as text, with its deviation if there are several seeds."""
     if name not in results:
         return ""
     value = results[name]
@@ -181,7 +183,7 @@ def figure(results: Mapping[str, float], name: str) -> str:
 def save_csv(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
     """Write rank, trial, values, n, figures with `_std` where n > 1, state, folder and error.
 
-    A row of several trials has no folder; `trials.csv` has those.
+    A row of several trials has no folder; `trials.csv` lists their folders.
     """
     keys = keys_of(rows)
     spreads = {
@@ -195,7 +197,7 @@ def save_csv(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
     for row in rows:
         rank = "" if row.rank is None else row.rank
         values = [row.values.get(key, "") for key in keys]
-        # the deviation of one value says nothing
+        # a single value has no deviation
         shown = [n if n in figures or row.seeds > 1 else "" for n in names]
         numbers = [row.results.get(name, "") for name in shown]
         folder = str(row.trials[0].folder) if len(row.trials) == 1 else ""
@@ -205,5 +207,5 @@ def save_csv(path: Path, rows: Sequence[Row], figures: Sequence[str]) -> None:
 
 
 def keys_of(rows: Sequence[Row]) -> list[str]:
-    """The swept keys."""
+    """Return the swept keys."""
     return list(dict.fromkeys(key for row in rows for key in row.trials[0].values))

@@ -1,7 +1,7 @@
 """The folder of a sweep: sweep.json lists its trials, and each trial's folder shows its state.
 
-`read_sweep` is for whoever wants to know; who runs the trials, under `held`, also writes.
-Neither torch nor Hydra is needed for any of it.
+Any process may call `read_sweep`. Only the process that runs the trials, under `held`, writes.
+This module needs neither torch nor Hydra.
 """
 
 import json
@@ -23,66 +23,66 @@ from attnkit.lightning.studies.study import PRUNED
 FILE = "sweep.json"
 ERROR = "error.txt"
 OUTPUT = "output.log"
-"""What a trial in a process of its own has printed."""
+"""File of the output of a trial that ran in a process of its own."""
 VERSION = 1
 State = Literal["done", "failed", "pruned", "running", "interrupted", "waiting"]
 
 _NAMING = re.compile(r"[\w.+-]{1,30}")  # values short and plain enough for a folder name
-_LONGEST = 150  # characters of a folder's name
-_PLAIN = 6  # characters that nobody has to shorten
-_MOST_DIGITS = 17  # of a float
-# What sweep.json says of the sweep, beside its trials.
+_LONGEST = 150  # characters in a folder's name
+_PLAIN = 6  # numbers of up to so many characters are not shortened
+_MOST_DIGITS = 17  # digits that a float can need
+# Keys of sweep.json in addition to the trials.
 _FACTS = ("sweeper", "command", "keys", "hydra", "config_dir", "allow", "working_dir")
-# What a trial is not made of: where it runs, and what only a command line may permit.
+# Overrides that a trial must not have: its place, and what only a command line may permit.
 _FOREIGN = ("allow", "resume", "run_dir", "sweep")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial, as it was found."""
+    """One trial and its state when it was read."""
 
     number: int
     folder: Path
     overrides: tuple[str, ...]
     values: dict[str, str]
-    """Of the swept keys."""
+    """The values of the swept keys."""
     state: State = "waiting"
     results: dict[str, float] = field(default_factory=dict)
-    """Of a trial that is done."""
+    """The results of a finished trial."""
     error: str = ""
-    """Of a trial that has failed, or why it was pruned."""
+    """The error of a failed trial, or why it was pruned."""
 
     def now(self) -> "Trial":
-        """The same trial as it is found now."""
+        """Return the trial with its current state."""
         state: State = "running" if is_locked(self.lock) else progress(self.folder)
         results = folders.load_results(self.folder) if state == "done" else {}
-        said = {"failed": ERROR, "pruned": PRUNED}.get(state)
-        error = (self.folder / said).read_text("utf-8").strip() if said else ""
+        file = {"failed": ERROR, "pruned": PRUNED}.get(state)
+        error = (self.folder / file).read_text("utf-8").strip() if file else ""
         return replace(self, state=state, results=results, error=error)
 
     @property
     def lock(self) -> Path:
-        """Held by the process that runs it."""
+        """The lock of the process that runs the trial."""
         return self.folder / folders.LOCK
 
     @property
     def errors(self) -> list[Path]:
-        """The errors of earlier attempts, which were run again."""
+        """The error files of earlier attempts."""
         return sorted(self.folder.glob("error_*.txt"))
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What sweep.json says, and how far the trials are.
+    """The content of sweep.json, and the states of the trials.
 
-    `allow` and `config_dir` are on record only: permission is given on the command line.
+    `allow` and `config_dir` are only recorded; permission must be given on the command line.
     """
 
     folder: Path
     command: tuple[str, ...]
     """The overrides as they were typed."""
     keys: tuple[str, ...]
-    """What differs between the trials."""
+    """The keys that differ between trials."""
     trials: tuple[Trial, ...] = ()
     sweeper: str = "basic"
     hydra: tuple[str, ...] = ()
@@ -91,20 +91,20 @@ class Sweep:
     allow: tuple[str, ...] = ()
     """The override that allowed packages, if there was one."""
     working_dir: str = ""
-    """Where relative paths of the overrides start."""
+    """The folder in which relative paths of the overrides start."""
 
     @property
     def permission(self) -> tuple[str, ...]:
-        """The words of a command line that permit what it was started with."""
+        """The words of a command line that give the permissions the sweep was started with."""
         return permission(self.config_dir, self.allow)
 
     def having(self, *states: State) -> list[Trial]:
-        """The trials in one of these states."""
+        """Return the trials in one of these states."""
         return [trial for trial in self.trials if trial.state in states]
 
 
 def to_go_on(sweep: Sweep) -> str:
-    """The command that goes on with a sweep."""
+    """Return the command that continues a sweep."""
     own = r"hydra(/launcher|\.launcher|\.sweeper\.storage)"
     words = [word for word in sweep.hydra if re.match(own, word)]
     resume = setting("resume", sweep.folder)
@@ -112,7 +112,7 @@ def to_go_on(sweep: Sweep) -> str:
 
 
 def progress(folder: Path) -> State:
-    """The state of a trial, whether or not a process runs it."""
+    """Return the state of a trial by its files, whether or not a process runs it."""
     if (folder / ERROR).is_file():
         return "failed"
     if folders.is_finished(folder):
@@ -124,10 +124,10 @@ def progress(folder: Path) -> State:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """What lies in the folder of a sweep.
+    """Read the sweep in a folder, with the states of its trials.
 
     Raises:
-        UserError: it has no sweep.json that can be read.
+        UserError: the folder has no readable sweep.json.
     """
     path = folder / FILE
     try:
@@ -138,7 +138,7 @@ def read_sweep(folder: Path) -> Sweep:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
         version = content["version"]
-        raise UserError(f"{path}: of version {version!r}, this attnkit reads version {VERSION}")
+        raise UserError(f"{path}: has version {version!r}, this attnkit reads version {VERSION}")
     if problem := _problem(content):
         raise UserError(f"{path}: not the record of a sweep: {problem}")
     facts: dict[str, Any] = {
@@ -153,10 +153,14 @@ def read_sweep(folder: Path) -> Sweep:
 
 @contextmanager
 def held(folder: Path, key: str = "run_dir") -> Iterator[None]:
-    """While the block runs, no other command runs trials of the sweep in this folder.
+    """Hold the lock of a sweep, so that no other command runs its trials.
+
+    Args:
+        folder: the folder of the sweep.
+        key: the setting that named the folder, for the message.
 
     Raises:
-        UserError: another one does; `key` is what named the folder.
+        UserError: another command holds the lock.
     """
     lock = folder / ".sweep.lock"
     with locked(lock) as mine:
@@ -166,10 +170,10 @@ def held(folder: Path, key: str = "run_dir") -> Iterator[None]:
 
 
 def write_sweep(sweep: Sweep) -> None:
-    """Begin a sweep.
+    """Write the record of a new sweep.
 
     Raises:
-        UserError: another command has begun one in this folder.
+        UserError: another command has begun a sweep in this folder.
     """
     if (sweep.folder / FILE).exists():
         raise UserError(f"run_dir: {sweep.folder}: another sweep has just begun there")
@@ -193,15 +197,19 @@ def new_trial(
     overrides: Sequence[str],
     name: str | None = None,
 ) -> Trial:
-    """A trial of this sweep. Neither its folder nor a record of it is made.
+    """Return a trial of a sweep, without creating its folder or recording it.
 
     Args:
-        name: of its folder; by default its number and, where they make one, its values.
+        folder: the folder of the sweep.
+        keys: the swept keys.
+        number: the number of the trial.
+        overrides: the overrides of the trial.
+        name: the name of its folder; by default its number, followed by short values.
     """
     given = {key_of(o): o.partition("=")[2] for o in overrides}
     values = {key: given[key] for key in keys if key in given}
     if name is None:
-        # the number makes a name one of its own, so that long decimals need not be whole in it
+        # the number makes the name unique, so that long decimals can be shortened
         named = [
             f"{k.replace('/', '.')}={shortened([v])[v]}"
             for k, v in values.items()
@@ -213,7 +221,7 @@ def new_trial(
 
 
 def add_trial(folder: Path, overrides: Sequence[str], name: str | None = None) -> Trial:
-    """Append a trial to a sweep whose trials are not known beforehand."""
+    """Append a trial to a sweep whose trials are chosen one by one."""
     sweep = read_sweep(folder)
     trial = new_trial(folder, sweep.keys, len(sweep.trials), overrides, name)
     _save(replace(sweep, trials=(*sweep.trials, trial)))
@@ -221,7 +229,7 @@ def add_trial(folder: Path, overrides: Sequence[str], name: str | None = None) -
 
 
 def change_trials(folder: Path, numbers: Sequence[int], changes: Sequence[str]) -> None:
-    """Append overrides to those of these trials."""
+    """Append overrides to these trials."""
     sweep = read_sweep(folder)
     changed = (
         replace(t, overrides=(*t.overrides, *changes)) if t.number in numbers else t
@@ -231,7 +239,7 @@ def change_trials(folder: Path, numbers: Sequence[int], changes: Sequence[str]) 
 
 
 def find_sweep(given: object, key: str) -> Path:
-    """The folder that `key=given` names, `latest` being the newest below outputs/."""
+    """Return the folder of the sweep that `key=given` names; `latest` is the newest in outputs/."""
     if given is None:
         raise UserError(f"{key}: missing; give {key}=PATH, the folder of a sweep, or {key}=latest")
     folder = folders.find(given, key, "sweep", [f"*/*/{FILE}"])
@@ -239,14 +247,17 @@ def find_sweep(given: object, key: str) -> Path:
         one = f"; one run: {command_line(setting('resume', folder))}"
         hint = one if key == "resume" and (folder / folders.CONFIG).is_file() else ""
         if key == "sweep":
-            hint = "\n  it is the folder that attnkit -m made; the newest of them: sweep=latest"
+            hint = "\n  give the folder that attnkit -m created, or sweep=latest for the newest"
         raise UserError(f"{key}: no sweep in {folder} (it has no {FILE}){hint}")
     return folder
 
 
 def shortened(texts: Iterable[str]) -> dict[str, str]:
-    """Each of the values of a key as it is shown: long decimal numbers with three significant
-    digits, with more where two values would be one; all else as it is."""
+    """Return for each value of a key its text for display.
+
+    Long decimal numbers have three significant digits, or more if two values would become equal;
+    other values are unchanged.
+    """
     texts = list(dict.fromkeys(texts))
     for digits in range(3, _MOST_DIGITS):
         shown = {text: _rounded(text, digits) for text in texts}
@@ -267,7 +278,7 @@ def _rounded(text: str, digits: int) -> str:
 
 
 def _problem(content: Any) -> str:
-    """What is wrong with a sweep.json, which may come from anyone."""
+    """Return what is wrong with the content of a sweep.json, which may be untrusted, or nothing."""
     if not isinstance(content, dict):
         return "expected a mapping"
     for name in ("command", "keys", "hydra", "allow"):

@@ -1,7 +1,7 @@
-"""The report of a sweep: a ranked table (CSV, Markdown, screen), one page, the best command.
+"""The report of a sweep: a ranked table (CSV, Markdown, screen), a page and the best command.
 
-`run=report sweep=DIR` writes it, and so does the end of every sweep. Only files of the sweep's own
-folder are written; its trials are read. Neither torch nor Hydra is needed.
+`run=report sweep=DIR` and the end of every sweep write it, into the sweep's own folder. The folders
+of trials are only read. It needs neither torch nor Hydra.
 """
 
 import base64
@@ -37,39 +37,39 @@ from attnkit.lightning.files import replacing, write_text
 
 _TEMPLATES = ("launch/sweep/templates", "interpret/report/templates")  # the second has page.css
 _NO_SCREEN = 160  # columns in a file or a pipe
-_LONG_WORD = 10  # of a header, broken at its underscores
+_LONG_WORD = 10  # longer words of a header are broken at underscores
 _COLOURS = {"done": None, "failed": "red"}
 
 
 def report(request: Request, launcher: object = None) -> int:
-    """Carry out `run=report sweep=DIR`; returns the exit code."""
+    """Carry out `run=report sweep=DIR` and return the exit code."""
     for override in request.overrides:
         if key_of(override) not in ("run", "sweep"):
-            raise UserError(f"{override}: not for run=report, which reads what lies in sweep=PATH")
+            raise UserError(f"{override}: not for run=report, which only reads sweep=PATH")
     finish(find_sweep(request.config.get("sweep"), "sweep"))
     return 0
 
 
 def finish(folder: Path) -> int:
-    """Report on a sweep, on screen and in files; returns the exit code the sweep has earned."""
+    """Report on a sweep on screen and in files; return its exit code, 1 if a trial is not done."""
     sweep = read_sweep(folder)
     metric, rows, best = _ranking(sweep)
     figures = figures_of(rows, metric)
     columns, same = columns_of(rows, figures)
     others = (*sweep.keys, "run_dir")
     shared = [o for o in sweep.command if key_of(o) not in others and o not in sweep.hydra]
-    said = in_words(rows, same, shared)
+    summary_text = in_words(rows, same, shared)
     show(rows, columns)
-    print(said)
+    print(summary_text)
     table = as_markdown(columns)
     save_csv(folder / "table.csv", rows, figures)
-    write_text(folder / "table.md", f"{table}\n\n{said}\n")
+    write_text(folder / "table.md", f"{table}\n\n{summary_text}\n")
     print(f"  table  {folder / 'table.csv'}\n         {folder / 'table.md'}")
     if any(len(row.trials) > 1 for row in rows):
         save_csv(folder / "trials.csv", ranked(sweep.trials, metric, by_seed=True), figures)
         print(f"         {folder / 'trials.csv'}")
     drawn = _draw(folder / picture.FILE, rows, metric)
-    page: dict[str, Any] = {"title": sweep.folder.name, "columns": columns, "said": said}
+    page: dict[str, Any] = {"title": sweep.folder.name, "columns": columns, "said": summary_text}
     page |= {"table": table, "picture": base64.b64encode(drawn).decode(), "best": best}
     page["errors"] = [row for row in rows if row.state == "failed"]
     if best:
@@ -83,20 +83,20 @@ def finish(folder: Path) -> int:
         again = command_line(*words, permission=sweep.permission)
         print(in_line(f"{len(failed)} failed; to run them again: {again}"))
     for state in ("running", "interrupted", "waiting"):
-        if those := sweep.having(state):
-            print(in_line(f"{len(those)} {state}; to go on: {to_go_on(sweep)}"))
+        if trials := sweep.having(state):
+            print(in_line(f"{len(trials)} {state}; to go on: {to_go_on(sweep)}"))
     return CRASHED if sweep.having("failed", "interrupted", "waiting") else 0
 
 
 def best_command(folder: Path) -> str:
-    """The command of the best run of a sweep, as its report has it; "" if nothing is done."""
+    """Return the command of a sweep's best run, as in its report; "" if no trial is done."""
     sweep = read_sweep(folder)
     *_, best = _ranking(sweep)
     return command_of(sweep, best) if best else ""
 
 
 def command_of(sweep: Sweep, trial: Trial) -> str:
-    """The command that runs this trial by itself, quoted for a POSIX shell."""
+    """Return the command that runs this trial by itself, quoted for a POSIX shell."""
     start = Path(sweep.working_dir)
     elsewhere = start.is_dir() and start != Path.cwd()
     place = f"cd {shlex.quote(sweep.working_dir)} && " if elsewhere else ""
@@ -105,7 +105,7 @@ def command_of(sweep: Sweep, trial: Trial) -> str:
 
 
 def _ranking(sweep: Sweep) -> tuple[Metric, list[Row], Trial | None]:
-    """What a sweep is ranked by, its rows, and the best trial of the best row."""
+    """Return the metric of a sweep, its ranked rows, and the best trial of the best row."""
     config: Mapping[str, Any] = {}
     for trial in (*sweep.having("done"), *sweep.trials):
         with suppress(UserError):  # not written yet, or broken
@@ -121,10 +121,10 @@ def _ranking(sweep: Sweep) -> tuple[Metric, list[Row], Trial | None]:
 
 
 def _draw(path: Path, rows: Sequence[Row], metric: Metric) -> bytes:
-    """The picture, also in a file; empty if there is none. One that goes wrong is a warning."""
+    """Write the picture and return it; empty if there is none. An error becomes a warning."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of letters that a font lacks
+            warnings.simplefilter("ignore")  # warnings on letters that a font lacks
             drawn = picture.draw(rows, metric)
             if drawn is None:
                 return b""
@@ -138,7 +138,7 @@ def _draw(path: Path, rows: Sequence[Row], metric: Metric) -> bytes:
 
 
 def _write_pages(folder: Path, page: Mapping[str, Any]) -> None:
-    """report.html and report.md, by the templates of these names."""
+    """Write report.html and report.md with the templates of these names."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     package = Path(attnkit.__file__).parent
@@ -154,12 +154,12 @@ def _write_pages(folder: Path, page: Mapping[str, Any]) -> None:
         print(f"  report {folder / name}")
 
 
-# --- the table for people -------------------------------------------------------------------------
+# --- the table on screen and in Markdown ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its name, a cell for each row, and whether a narrow screen may do without it."""
+    """A column: its name, a cell for each row, and whether a narrow screen may omit it."""
 
     name: str
     cells: list[str]
@@ -168,10 +168,11 @@ class Column:
 
 
 def columns_of(rows: Sequence[Row], figures: Sequence[str]) -> tuple[list[Column], dict[str, str]]:
-    """The columns that differ between the rows; name and cell of those that do not.
+    """Return the columns that differ between rows, and name and cell of those that do not.
 
     Args:
-        figures: to show, the most important first.
+        rows: the ranked rows.
+        figures: names of results to show, the most important first.
     """
     texts = {k: shortened(r.values[k] for r in rows if k in r.values) for k in keys_of(rows)}
     values = [{k: in_line(texts[k][v]) for k, v in row.values.items()} for row in rows]
@@ -187,14 +188,14 @@ def columns_of(rows: Sequence[Row], figures: Sequence[str]) -> tuple[list[Column
     ]
     same = {}
     for column in columns[2:]:
-        among = [c for c, d in zip(column.cells, done, strict=True) if d or column.left]
-        if len(among) > 1 and len(set(among)) == 1 and column.name != first:
-            same[column.name] = among[0]
+        cells = [c for c, d in zip(column.cells, done, strict=True) if d or column.left]
+        if len(cells) > 1 and len(set(cells)) == 1 and column.name != first:
+            same[column.name] = cells[0]
     return [column for column in columns if column.name not in same], same
 
 
 def show(rows: Sequence[Row], columns: Sequence[Column], console: Any = None) -> None:
-    """Print the table; a narrow screen gets no unimportant columns, which are named."""
+    """Print the table; a narrow screen omits optional columns, and a line names them."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
@@ -231,14 +232,14 @@ def show(rows: Sequence[Row], columns: Sequence[Column], console: Any = None) ->
 
 
 def broken_name(name: str) -> str:
-    """A name in lines, which end after its dots and slashes, of long words at underscores."""
+    """Return a name broken into lines after dots and slashes, and in long words at underscores."""
     parts = re.split(r"(?<=[/.])", name)
     pieces = [p if len(p) <= _LONG_WORD else re.sub(r"_(?=.)", "_\n", p) for p in parts]
     return "\n".join(pieces)
 
 
 def as_markdown(columns: Sequence[Column]) -> str:
-    """The table with all columns."""
+    """Return the table as Markdown, with all columns."""
     lines = [
         [column.name for column in columns],
         ["---" if column.left else "---:" for column in columns],
@@ -249,11 +250,11 @@ def as_markdown(columns: Sequence[Column]) -> str:
 
 
 def in_words(rows: Sequence[Row], same: Mapping[str, str], shared: Sequence[str]) -> str:
-    """What is equal, what differs and what was not tuned.
+    """Return sentences on what is equal, what differs and what was not tuned.
 
     Args:
-        rows: of the table.
-        same: what `columns_of` left out.
+        rows: the rows of the table.
+        same: the columns that `columns_of` left out.
         shared: overrides that all trials have.
     """
     equal = ", ".join(f"{k} {v}" for k, v in same.items() if k != "n" and v)

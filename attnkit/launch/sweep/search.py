@@ -1,6 +1,6 @@
-"""What a study is asked: `hydra.sweeper.*`, and its search space.
+"""The settings of a study (`hydra.sweeper.*`) and its search space.
 
-The space is written as sweeps in Hydra's own syntax, and read as Optuna's distributions.
+The space is written in Hydra's syntax of sweeps, and becomes Optuna's distributions.
 
 | written | searched |
 |---|---|
@@ -8,7 +8,7 @@ The space is written as sweeps in Hydra's own syntax, and read as Optuna's distr
 | `range(1,9,2)` | whole or decimal numbers at equal distances, without the end |
 | `interval(a,b)` | decimal numbers from a to b |
 | `int(interval(a,b))` | whole numbers from a to b, both included |
-| `tag(log, interval(a,b))` | the same on a logarithmic scale; also of `int(…)` |
+| `tag(log, interval(a,b))` | the same on a logarithmic scale; also with `int(…)` |
 """
 
 from __future__ import annotations
@@ -54,36 +54,36 @@ SAMPLERS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a study does; the fields are the settings."""
+    """The settings of a study."""
 
     n_trials: int = 20
-    """Of the whole study, whoever runs them; those that fail or are pruned count."""
+    """Number of trials in the whole study, over all processes; failed and pruned ones count."""
     n_jobs: int = 1
-    """How many are given to the launcher at once."""
+    """Number of trials that are given to the launcher at once."""
     metric: str | None = None
-    """Of validation; default: what callbacks.checkpoint monitors."""
+    """A validation metric; default: the monitor of callbacks.checkpoint."""
     direction: Literal["minimize", "maximize"] | None = None
-    """Of the metric; default: as is known of it by its name."""
+    """The direction of the metric; default: known by the metric's name."""
     sampler: Literal["tpe", "random", "gp", "cmaes", "qmc"] = "tpe"
     sampler_options: dict[str, Any] | None = None
-    """Arguments of Optuna's class."""
+    """Arguments of Optuna's sampler class."""
     pruner: Literal[
         "none", "median", "percentile", "successive_halving", "hyperband", "threshold"
     ] = "none"
     pruner_options: dict[str, Any] | None = None
     seed: int = 0
-    """Of the sampler."""
+    """The seed of the sampler."""
     storage: str | Path | None = None
-    """The file of a journal, or a URL of Optuna's; default: a journal in the sweep's folder."""
+    """A journal file or a URL that Optuna understands; default: a journal in the sweep's folder."""
     study_name: str = "attnkit"
-    """Among the studies of a storage."""
+    """The name of the study in its storage."""
 
     @classmethod
     def read(cls, composer: Composer, words: Sequence[str]) -> Settings:
-        """The settings among Hydra's words, checked without Optuna.
+        """Return the settings among Hydra's words, checked without importing Optuna.
 
         Raises:
-            UserError: one is wrong, or what it needs is not installed.
+            UserError: a setting is wrong, or a package that it needs is not installed.
         """
         if find_spec("optuna") is None:
             raise UserError(
@@ -95,9 +95,11 @@ class Settings:
             if (given := getattr(own, name)) < least:
                 raise UserError(f"{PREFIX}{name}: expected at least {least}, got {given}")
         if own.metric is None and own.direction is not None:
-            raise UserError(f"{PREFIX}direction: needs {PREFIX}metric, whose direction it is")
+            raise UserError(f"{PREFIX}direction: needs {PREFIX}metric, to which it applies")
         if own.metric is not None and re.match(r"test\b", own.metric):
-            raise UserError(f"{PREFIX}metric={own.metric}: a study must not choose by the test")
+            raise UserError(
+                f"{PREFIX}metric={own.metric}: a study must not choose by a test metric"
+            )
         if not own.study_name:
             raise UserError(f"{PREFIX}study_name: expected a name")
         if own.sampler == "cmaes" and find_spec("cmaes") is None:
@@ -112,10 +114,10 @@ class Settings:
 
 
 def distributions(swept: Sequence[Override]) -> dict[str, BaseDistribution]:
-    """A distribution for each swept key, by the override up to its `=`.
+    """Return a distribution for each swept key, under the text of the override up to its `=`.
 
     Raises:
-        UserError: nothing is swept, a key twice, or what is written is not a space.
+        UserError: no key is swept, a key is swept twice, or a value is not a search space.
     """
     space: dict[str, BaseDistribution] = {}
     for override in swept:
@@ -135,12 +137,12 @@ def distributions(swept: Sequence[Override]) -> dict[str, BaseDistribution]:
 
 
 def texts(params: Mapping[str, Any]) -> list[str]:
-    """The overrides of a trial with these values; `repr` keeps every digit."""
+    """Return the overrides of a trial with these values; `repr` keeps every digit."""
     return [f"{key}={v if isinstance(v, str) else repr(v)}" for key, v in params.items()]
 
 
 def corners(space: Mapping[str, BaseDistribution]) -> list[dict[str, Any]]:
-    """A few points that cover every choice and both ends of every range, for checks beforehand."""
+    """Return a few points that cover every choice and both ends of every range, for checks."""
     from optuna.distributions import CategoricalDistribution
 
     ends = {
@@ -192,7 +194,7 @@ def _interval(sweep: IntervalSweep, *, log: bool) -> BaseDistribution:
 def _range(sweep: RangeSweep) -> BaseDistribution:
     from optuna.distributions import FloatDistribution, IntDistribution
 
-    # in decimals, so that range(0,1,0.1) has ten values
+    # Decimal, so that range(0,1,0.1) has ten values
     start, stop, step = (Decimal(str(v)) for v in (sweep.start, sweep.stop, sweep.step))
     number = math.ceil((stop - start) / step) if step else 0
     if number < 1:

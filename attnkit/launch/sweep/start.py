@@ -1,8 +1,8 @@
-"""A sweep: `-m key=a,b` begins it, `-m resume=DIR` goes on, `run=retry sweep=DIR` tries again.
+"""Starts sweeps: `-m key=a,b` a new one, `-m resume=DIR` the rest, `run=retry sweep=DIR` failures.
 
-Every trial is checked before the first one starts. The trials are on record in sweep.json before
-that, so that whatever ends a sweep, it can go on. Permission to run code is not for a file to give:
-what sweep.json says of `--config-dir`, `allow=` and commands of a launcher is asked for again.
+Every trial is checked before the first one starts. The trials are recorded in sweep.json before
+that, so that a sweep can be resumed whatever ends it. A file must not give permission to run code:
+`--config-dir`, `allow=` and commands of a launcher must be typed again, whatever sweep.json holds.
 """
 
 import os
@@ -34,7 +34,7 @@ from attnkit.launch.sweep.study import CHANGEABLE, Study, is_chosen
 from attnkit.launch.sweep.trials import Order, checked, orders_of, run_trials
 from attnkit.lightning.errors import UserError
 
-# Launchers, and how much they may take; nothing that is a command, a path or a text of its own.
+# Settings of launchers that choose amounts and names, but no command, path or free text.
 _HARMLESS = re.compile(
     r"hydra/launcher=\w+|hydra\.launcher\.(n_jobs|timeout_min|cpus_per_task|gpus_per_node|mem_gb"
     r"|partition|qos|account|constraint|gpus_per_task|cpus_per_gpu|array_parallelism"
@@ -48,11 +48,13 @@ def sweep(
     words: Sequence[str],
     begun: Callable[[Path], None] = lambda folder: None,
 ) -> int:
-    """Run one trial for each combination; returns the exit code, 1 if a trial failed.
+    """Run one trial for each combination, and return the exit code, which is 1 if a trial failed.
 
     Args:
-        words: Hydra's, as config/hydra_words.py has read them.
-        begun: told the folder of the sweep, before its trials run.
+        composer: the composer that parses the overrides.
+        overrides: the overrides of the command line.
+        words: Hydra's words, as config/hydra_words.py returns them.
+        begun: called with the folder of the sweep before its trials run.
     """
     parsed = composer.parse(overrides)
     if any(o.key_or_group == "resume" and o.value() is not None for o in parsed):
@@ -88,10 +90,11 @@ def sweep(
 
 
 class _Grid:
-    """All combinations of the values, a trial for each.
+    """A trial for each combination of the values.
 
     Args:
-        words: Hydra's.
+        composer: the composer that parses the overrides.
+        words: Hydra's words.
         rest: the other overrides.
     """
 
@@ -107,7 +110,7 @@ class _Grid:
         self.allow = [o for o in rest if key_of(o) == "allow"]
 
     def check(self, root: Path) -> list[Order]:
-        """All trials of a sweep in this folder, decided."""
+        """Return the orders of all trials of a sweep in this folder, each of them checked."""
         orders: list[Order] = []
         places: dict[Path, int] = {}
         for number, combination in enumerate(self.combinations):
@@ -123,7 +126,7 @@ class _Grid:
         return orders
 
     def begin(self, launcher: Launcher, sweep: Sweep, orders: Sequence[Order]) -> int:
-        """Run them; returns the exit code."""
+        """Run the trials and return the exit code."""
         print(f"{len(orders)} trials in {sweep.folder}", flush=True)
         return run_trials(launcher.run, sweep, [orders])
 
@@ -134,7 +137,7 @@ def resume(
     words: Sequence[str],
     begun: Callable[[Path], None],
 ) -> int:
-    """Run the trials of a sweep that have not ended; returns the exit code."""
+    """Run the trials of a sweep that have not ended, and return the exit code."""
     (given,) = [o for o in composer.parse(overrides) if o.key_or_group == "resume"][-1:]
     if given.is_sweep_override():
         raise UserError(f"{given.input_line}: one sweep at a time")
@@ -162,7 +165,7 @@ def resume(
 
 
 def retry(request: Request, launcher: object = None) -> int:
-    """`run=retry sweep=DIR`: run the failed trials of a sweep again; returns the exit code."""
+    """Carry out `run=retry sweep=DIR`: run failed trials again, and return the exit code."""
     changes = [o for o in request.overrides if key_of(o) not in ("run", "sweep", "allow")]
     check_resumable(changes)
     composer = request.composer
@@ -186,7 +189,7 @@ def _run(
     wanted: Sequence[Trial],
     changes: Sequence[str] = (),
 ) -> int:
-    if changes:  # a wrong one is the command's error, not that of the trials
+    if changes:  # a wrong change is an error of the command, not of the trials
         orders = [Order.of(composer, trial, [*changes, *sweep.allow]) for trial in wanted]
         change_trials(sweep.folder, [trial.number for trial in wanted], changes)
     else:
@@ -198,7 +201,7 @@ def _run(
 
 
 def _permitted(composer: Composer, sweep: Sweep, overrides: Sequence[str]) -> Sweep:
-    """The sweep with what this command permits, which must be no less than it was started with."""
+    """Return the sweep with the permissions of this command; refuse fewer than at its start."""
     allow = tuple(o for o in overrides if key_of(o) == "allow")
     if sweep.config_dir and composer.config_dir is None:
         raise UserError(
@@ -215,7 +218,7 @@ def _permitted(composer: Composer, sweep: Sweep, overrides: Sequence[str]) -> Sw
 
 
 def _launcher_of(sweep: Sweep) -> list[str]:
-    """The launcher a sweep was started with, as far as it can do no harm."""
+    """Return the words of the launcher that a sweep was started with; refuse unsafe settings."""
     own = [word for word in sweep.hydra if is_launcher(word)]
     if not all(_HARMLESS.fullmatch(word.lstrip("+")) for word in own):
         raise UserError(
@@ -227,7 +230,7 @@ def _launcher_of(sweep: Sweep) -> list[str]:
 
 @contextmanager
 def _in_folder(folder: str) -> Iterator[None]:
-    """Relative paths mean what they meant when the sweep was started."""
+    """Change to the folder in which the sweep was started, so that relative paths stay valid."""
     before = Path.cwd()
     if not Path(folder).is_dir():
         print(f"{folder}, where it was started, is gone: relative paths start in {before}")
@@ -240,7 +243,7 @@ def _in_folder(folder: str) -> Iterator[None]:
 
 
 def _combinations(composer: Composer, overrides: Sequence[str]) -> list[list[str]]:
-    """Each combination of the values, the last key changing first."""
+    """Return each combination of the values, the last key changing fastest."""
     choices = []
     for override in composer.parse(overrides):
         if override.is_interval_sweep():

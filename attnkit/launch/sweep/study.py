@@ -1,9 +1,9 @@
 """`-m hydra/sweeper=optuna`: a sweep whose trials Optuna chooses, by `ask` and `tell`.
 
-Its trials are the sweep's: same folders, states and locks, so that `-m resume=`, `run=retry` and
-the table are those of every sweep. What has become of a trial its folder says; the study is told
-before the next one is chosen, by whichever process does that. So what a killed process has begun
-is gone on with, and told when it ends. Sweeps of their own may share a study in one storage.
+Its trials have the folders, states and locks of every sweep, so that `-m resume=`, `run=retry` and
+the table work in the same way. The folder of a trial holds its result. Whichever process chooses
+the next trial first reports finished ones to the study, so that trials of a killed process are
+continued and reported, too. Several sweeps may share a study in one storage.
 """
 
 import os
@@ -46,40 +46,42 @@ BEST = "best.txt"
 JOURNAL = "study.journal"
 """The default storage, in the folder of the sweep."""
 CHANGEABLE = tuple(f"{PREFIX}{name}" for name in ("n_trials", "n_jobs", "storage"))
-"""Settings that may change in a study that goes on."""
+"""Settings that may change when a study is resumed."""
 
 _CHECKPOINT = "callbacks.checkpoint"
-# User attributes of the study: how many trials it is to have, for any process may raise it; and of
-# a trial: of which sweep it is which one.
+# User attributes: the number of trials of the study, which any process may raise, and for a trial
+# its sweep and its number there.
 _LIMIT, _SWEEP, _NUMBER = "n_trials", "sweep", "number"
 _ENDED = {"done": "COMPLETE", "failed": "FAIL", "pruned": "PRUNED"}
-# How long another sweep may take to ask for a trial, where no lock is shared with it.
+# How long another sweep may take to ask for a trial if it shares no lock with this one.
 _ASKING = timedelta(minutes=10)
 
 
 def is_chosen(words: Sequence[str]) -> bool:
-    """Whether Hydra's words choose a study.
+    """Return whether Hydra's words choose a study.
 
     Raises:
-        UserError: they choose another sweeper, or set something of one that is not chosen.
+        UserError: they choose another sweeper, or have settings of a sweeper that is not chosen.
     """
     chosen = any(word.lstrip("+") == f"hydra/sweeper={NAME}" for word in words)
     for word in filter(is_sweeper, words):
         known = word.lstrip("+") in ("hydra/sweeper=basic", f"hydra/sweeper={NAME}")
         if not known and not (chosen and key_of(word).startswith(PREFIX)):
             raise UserError(
-                f"{word}: attnkit makes the combinations itself, of key=a,b\n"
+                f"{word}: not supported; attnkit itself combines the values of key=a,b\n"
                 "  hydra/sweeper=basic: all of them; optuna: a study, with hydra.sweeper.*"
             )
     return chosen
 
 
 class Study:
-    """A study: a command line taken apart into what trials share and what is searched; once it
-    is opened, Optuna's trials, and which one of the sweep's each of them is.
+    """A study of Optuna: the overrides that all trials share, and the search space.
+
+    After `open`, it also maps Optuna's trials to those of the sweep.
 
     Args:
-        words: Hydra's.
+        composer: the composer that parses the overrides.
+        words: Hydra's words.
         rest: the other overrides.
     """
 
@@ -95,7 +97,7 @@ class Study:
         fixed = [o for o, p in zip(rest, parsed, strict=True) if p not in swept]
         self.allow = [o for o in fixed if key_of(o) == "allow"]
         self.fixed = [o for o in fixed if o not in self.allow]
-        if self.settings.metric is not None:  # so that table, checkpoint and study agree
+        if self.settings.metric is not None:  # table and checkpoint use the study's metric, too
             modes = {"minimize": "min", "maximize": "max", None: "null"}
             mode = modes[self.settings.direction]
             self.fixed.append(f"{_CHECKPOINT}.monitor={self.settings.metric}")
@@ -105,30 +107,33 @@ class Study:
 
     @classmethod
     def again(cls, composer: Composer, sweep: Sweep, words: Sequence[str] = ()) -> "Study":
-        """The study of a command as it was typed, with what is permitted and changed by this one.
+        """Return the study of a recorded sweep, with the permissions and changes of this command.
 
         Args:
-            words: Hydra's of this command.
+            composer: the composer of this command.
+            sweep: the recorded sweep.
+            words: Hydra's words in this command.
         """
         changes = [w for w in words if key_of(w) in CHANGEABLE]
         rest = [o for o in split(sweep.command)[0] if key_of(o) not in ("allow", "run_dir")]
         study = cls(composer, [*sweep.hydra, *changes], [*rest, *sweep.allow])
         study.check(sweep.folder, begins=False)
-        # No file may have a storage made: one that is elsewhere has to be there, or typed.
+        # A file must not cause a storage to be created: one outside the sweep's folder must exist,
+        # or be typed.
         typed = any("storage" in word for word in changes)
         study.open(sweep.folder, make=typed or study.settings.storage is None)
         return study
 
     def overrides(self, params: dict[str, Any]) -> list[str]:
-        """Of a trial."""
+        """Return the overrides of a trial with these values."""
         return [*self.fixed, *search.texts({key: params[key] for key in self.space})]
 
     def check(self, root: Path, *, begins: bool = True) -> list[Order]:
-        """No trial is chosen yet; what is wrong at the ends of the space is an error now.
+        """Check the study and trials at the ends of its space; return no orders, as none is chosen.
 
         Args:
             root: the folder of the sweep.
-            begins: whether the study is made where there is none.
+            begins: whether the storage is created if it does not exist.
         """
         for word in self.words:
             if key_of(word) == SUBDIR and "job.num" not in word:
@@ -164,10 +169,10 @@ class Study:
     # --- Optuna's study ---
 
     def open(self, folder: Path, *, make: bool) -> None:
-        """Load the study, or `make` it, with its storage.
+        """Load the study; with `make`, create it and its storage if necessary.
 
         Raises:
-            UserError: it was made for another search, or it is not there.
+            UserError: the study belongs to another search, or does not exist.
         """
         self.folder, name = folder, self.settings.study_name
         self.storage = str(self.settings.storage or folder / JOURNAL)
@@ -181,8 +186,8 @@ class Study:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other process asks or tells meanwhile, if the storage is a journal: a database has no
-        lock that all of its sweeps could hold."""
+        """Keep other processes from using the study, if its storage is a journal. A database has
+        no lock that all of its sweeps could hold."""
         if optunas.is_url(self.storage):
             yield
         else:
@@ -190,13 +195,17 @@ class Study:
                 yield
 
     def _check_same(self) -> None:
+        """Record the search in a new study; refuse the study of another search."""
         from optuna.distributions import distribution_to_json
         from optuna.study import StudyDirection
 
         name, theirs = self.settings.study_name, self.study.user_attrs
         is_other = (self.study.direction == StudyDirection.MAXIMIZE) != self.metric.maximize
         if is_other or (not theirs and self.study.get_trials(deepcopy=False)):
-            raise UserError(f"hydra.sweeper.study_name={name}: is a study of another kind")
+            raise UserError(
+                f"hydra.sweeper.study_name={name}: this study has another direction, or was not "
+                "created by attnkit"
+            )
         mine = {
             "command": sorted(self.fixed),
             "monitor": self.metric.monitor,
@@ -208,11 +217,11 @@ class Study:
             elif theirs[key] != value:
                 raise UserError(
                     f"hydra.sweeper.study_name={name}: in {self.storage}\n"
-                    f"  is a study with another {key}: {' '.join(map(str, theirs[key]))[:200]}"
+                    f"  this study has another {key}: {' '.join(map(str, theirs[key]))[:200]}"
                 )
 
     def _asked(self) -> dict[tuple[str, int], "FrozenTrial"]:
-        """The study's trials by sweep and number, of each the newest, for one may be retried."""
+        """Return the study's trials by sweep and number; of a retried trial, the newest."""
         return {
             (t.user_attrs[_SWEEP], t.user_attrs[_NUMBER]): t
             for t in self.study.get_trials(deepcopy=False)
@@ -220,34 +229,34 @@ class Study:
         }
 
     def _limit(self) -> int:
-        """How many trials the study is to have."""
+        """Return the number of trials that the study shall have."""
         return self.study.user_attrs[_LIMIT]
 
     def _sampler(self, number: int) -> "BaseSampler":
-        """A sampler for one trial, with a seed of its own.
+        """Return a sampler for one trial, with a seed of its own.
 
-        So several processes, and one that goes on after a crash, draw different numbers, and a
-        study of one process is the same every time.
+        Several processes, and a process that continues after a crash, thus draw different numbers,
+        while a study of one process is reproducible.
         """
         from optuna import samplers
 
         seed = self.settings.seed
-        if self.settings.sampler != "qmc":  # whose sequence is one for all trials
+        if self.settings.sampler != "qmc":  # qmc has one sequence for all trials
             seed = random.Random(f"{seed} {number}").getrandbits(32)
         options = {"seed": seed, **(self.settings.sampler_options or {})}
         return optunas.made("sampler", getattr(samplers, SAMPLERS[self.settings.sampler]), options)
 
     def _ask(self, number: int) -> dict[str, Any]:
-        """What the next trial of the sweep has for values."""
+        """Ask Optuna for the values of the sweep's next trial."""
         self.study.sampler = self._sampler(len(self._asked()))
         trial = self.study.ask(self.space)
-        # Last: without them, what a killed process has begun to ask for is nobody's.
+        # Set last, so that a trial of a process that was killed here is recognised as orphaned.
         trial.set_user_attr(_SWEEP, self.sweep)
         trial.set_user_attr(_NUMBER, number)
         return trial.params
 
     def _settle(self, sweep: Sweep) -> None:
-        """Tell the study what has become of the trials of the sweep."""
+        """Report the results of the sweep's trials to the study, and fail orphaned trials."""
         from optuna.trial import TrialState, create_trial
 
         for begun in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
@@ -268,7 +277,7 @@ class Study:
                 self.study.tell(
                     before.number, value if state == TrialState.COMPLETE else None, state
                 )
-            elif before.state != state:  # tried again: what is told is told
+            elif before.state != state:  # retried; a reported trial can't be changed
                 self.study.add_trial(
                     create_trial(
                         state=state,
@@ -281,7 +290,7 @@ class Study:
                 )
 
     def tell(self) -> None:
-        """Tell the study what has become of the trials of the sweep, and show what is best."""
+        """Report the results of the sweep's trials to the study, and show the best one."""
         with self.locked():
             self._settle(read_sweep(self.folder))
         self._show_best()
@@ -289,22 +298,24 @@ class Study:
     # --- the sweep ---
 
     def begin(self, launcher: Launcher, sweep: Sweep, orders: Sequence[Order]) -> int:
-        """Begin the study, or join the one that the storage holds; returns the exit code."""
+        """Begin the study, or join the one in the storage, and return the exit code."""
         self.open(sweep.folder, make=True)
         return self.run(launcher, sweep, self.words)
 
     def run(self, launcher: Launcher, sweep: Sweep, words: Sequence[str]) -> int:
-        """Run trials until there are enough; returns the exit code.
+        """Run trials until there are enough, and return the exit code.
 
         Args:
-            words: Hydra's of this command.
+            launcher: the launcher of the trials.
+            sweep: the recorded sweep.
+            words: Hydra's words in this command.
         """
         if _LIMIT not in self.study.user_attrs or f"{PREFIX}{_LIMIT}" in map(key_of, words):
             self.study.set_user_attr(_LIMIT, self.settings.n_trials)
         there, limit = len(self._asked()), self._limit()
         print(f"a study of {limit} trials in {self.folder}", flush=True)
         if limit < there:
-            print(f"{PREFIX}n_trials={limit}: it has {there} already; no further one is chosen")
+            print(f"{PREFIX}n_trials={limit}: the study has {there} already; no more are chosen")
         chosen = [w for w in words if is_launcher(w)]
         kept = [w for w in sweep.hydra if not is_launcher(w)]
         sweep = replace(sweep, hydra=(*kept, *chosen))
@@ -319,17 +330,17 @@ class Study:
             yield orders_of(self.composer, trials, self.allow, self._pruning)
 
     def _choose(self, tried: Collection[int]) -> list[Trial]:
-        """Trials that were broken off, then those that Optuna chooses."""
+        """Return the next trials: interrupted ones first, then new ones that Optuna chooses."""
         most = self.settings.n_jobs
         with self.locked():
             there = len(read_sweep(self.folder).trials)
             for (sweep, number), asked in sorted(self._asked().items()):
-                if sweep == self.sweep and number >= there:  # killed before it was written down
+                if sweep == self.sweep and number >= there:  # killed before it was recorded
                     self._add(number, asked.params)
             known = read_sweep(self.folder)
             self._settle(known)
-            broken_off = known.having("interrupted", "waiting")
-            chosen = [trial for trial in broken_off if trial.number not in tried][:most]
+            unfinished = known.having("interrupted", "waiting")
+            chosen = [trial for trial in unfinished if trial.number not in tried][:most]
             number = len(known.trials)
             while len(chosen) < most and len(self._asked()) < self._limit():
                 chosen.append(self._add(number, self._ask(number)))
@@ -337,19 +348,22 @@ class Study:
         return chosen
 
     def _add(self, number: int, params: dict[str, Any]) -> Trial:
-        """Put a trial on record."""
+        """Record a trial in sweep.json."""
         overrides = self.overrides(params)
         name = trial_folder(self.composer, self.words, overrides, number)
         return add_trial(self.folder, overrides, name)
 
     def _pruning(self, trial: Trial) -> dict[str, Any]:
-        """The callback that reports the trial; none without a pruner, or where the storage does
-        not know the trial: it was moved, or another storage was given."""
+        """Return the configuration of a trial's pruning callback, or an empty dict.
+
+        It is empty without a pruner, or if the storage does not know the trial because the sweep
+        was moved or another storage was given.
+        """
         own = self.settings
         asked = self._asked().get((self.sweep, trial.number))
         if own.pruner == "none" or asked is None:
             return {}
-        # In the sweep's folder it stays where it is when the sweep is moved.
+        # relative for the default storage, so that the path stays valid if the sweep is moved
         storage = literal(self.storage) if own.storage else f"${{run_dir}}/../{JOURNAL}"
         node = {"_target_": "attnkit.lightning.Pruning", "folder": "${run_dir}", "storage": storage}
         node |= {"study": literal(own.study_name), "monitor": literal(self.metric.monitor)}
@@ -357,7 +371,7 @@ class Study:
         return {**node, "trial": asked.number}
 
     def _show_best(self) -> None:
-        """The best command line of the study, on screen and in a file."""
+        """Print the study's best command line and write it to a file."""
         try:
             best = self.study.best_trial
         except ValueError:  # none is complete
@@ -368,5 +382,5 @@ class Study:
         print(
             f"  best   {self.metric.monitor} {three_digits(best.values[0])}: {self.folder / BEST}"
         )
-        if line != best_command(self.folder):  # that of another sweep in the same study
+        if line != best_command(self.folder):  # the best trial belongs to another sweep
             print(f"the best run of the study:\n  {line}")

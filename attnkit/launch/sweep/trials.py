@@ -1,7 +1,7 @@
-"""Trials of a sweep: each from what was decided of it to its end, and all of them to the report.
+"""Runs the trials of a sweep, each from its job to its end, and then reports on all of them.
 
-A trial runs under its lock, and only while its folder says that it has not ended, so that nothing
-runs twice. `main` is a trial in a process of its own, as launchers.py starts it.
+A trial runs under its lock, and only if its folder shows that it has not ended, so that no trial
+runs twice. `main` runs a trial in a process of its own, which launchers.py starts.
 """
 
 import os
@@ -44,17 +44,17 @@ from attnkit.lightning.files import SHARED_FOLDER, write_text
 
 @dataclass(frozen=True)
 class Order:
-    """A trial that is to be run, and what was decided of it; plain data, for other processes."""
+    """A trial to run, and its job; plain data that is sent to other processes."""
 
     trial: Trial
     job: Job
     one_gpu: bool = False
-    """It takes one GPU, whichever it is."""
+    """Whether the trial needs exactly one GPU, and any will do."""
     attempts: int | None = None
-    """Of a trial that has failed: how often before, so that no late process tries it twice."""
+    """Number of earlier failures of a failed trial, so that a late process does not retry it."""
     config_dir: Path | None = None
     more: tuple[str, ...] = ()
-    """With which it was decided, for one that goes on after all."""
+    """Overrides that are not recorded, for composing again if the trial is resumed."""
 
     @classmethod
     def of(
@@ -64,14 +64,16 @@ class Order:
         more: Sequence[str],
         pruning: Mapping[str, Any] | None = None,
     ) -> "Order":
-        """Go on from a checkpoint if there is one, else do the whole of the trial.
+        """Return the order of a trial: to resume if it has made progress, else to run it whole.
 
         Args:
-            more: overrides that are not on record.
-            pruning: a callback for a trial that is begun.
+            composer: the composer of the overrides.
+            trial: the trial.
+            more: overrides that are not recorded.
+            pruning: the pruning callback of a trial that begins.
 
         Raises:
-            UserError: something is wrong with the overrides.
+            UserError: an override is wrong.
         """
         if has_progress(trial.folder):
             job = decide(Request.read(composer, [setting("resume", trial.folder), *more]))
@@ -90,19 +92,19 @@ class Order:
 
     @property
     def is_open(self) -> bool:
-        """Whether the trial is still to be run."""
+        """Whether the trial must still be run."""
         state = progress(self.trial.folder)
         is_tried_again = state == "failed" and self.attempts == len(self.trial.errors)
         return state in ("interrupted", "waiting") or is_tried_again
 
 
 def checked(composer: Composer, trial: Trial, allow: Sequence[str]) -> Order:
-    """The order of a trial that is not begun; what is wrong with it is an error now."""
+    """Return the order of a trial that has not begun; an error names the trial."""
     try:
         return Order.of(composer, trial, allow)
     except UserError as error:
-        said = [*str(error).splitlines()[:2], f"  in the trial {' '.join(trial.overrides)}"]
-        raise UserError("\n".join(said)) from error
+        lines = [*str(error).splitlines()[:2], f"  in the trial {' '.join(trial.overrides)}"]
+        raise UserError("\n".join(lines)) from error
 
 
 def orders_of(
@@ -111,7 +113,7 @@ def orders_of(
     more: Sequence[str],
     pruning: Callable[[Trial], Mapping[str, Any]] = lambda trial: {},
 ) -> list[Order]:
-    """The orders of trials that are on record; one that cannot be decided has failed."""
+    """Return the orders of recorded trials; a trial with invalid overrides is marked as failed."""
     orders = []
     for trial in wanted:
         try:
@@ -128,12 +130,12 @@ def orders_of(
 def run_trials(
     run: Callable[[Sequence[Order]], None], sweep: Sweep, batches: Iterable[Sequence[Order]]
 ) -> int:
-    """Run trials of a sweep, then show all of it; returns the exit code.
+    """Run trials of a sweep, report on the sweep, and return the exit code.
 
     Args:
-        run: that of a launcher.
-        sweep: with what this command permits.
-        batches: the next ones are asked for when those before have ended.
+        run: the method `run` of a launcher.
+        sweep: the sweep with the permissions of this command.
+        batches: orders to run at once; the next batch is drawn when the one before has ended.
     """
     shared = sweep.folder / ".shared"
     os.environ[SHARED_FOLDER] = str(shared)  # where trials share decoded images
@@ -143,13 +145,13 @@ def run_trials(
     except (KeyboardInterrupt, StoppedBySignal) as error:
         by = f"stopped by {error}" if isinstance(error, StoppedBySignal) else "interrupted"
         raise Interrupted(
-            f"{getattr(error, 'said', by)}; the trials after it were not started",
+            f"{getattr(error, 'reason', by)}; the trials after it were not started",
             f"\nto go on: {to_go_on(sweep)}",
             getattr(error, "code", INTERRUPTED),
         ) from None
     except Exception as error:
         raise_received()
-        fail(error, CRASHED)  # the launcher's; the trials that did run are worth a table
+        fail(error, CRASHED)  # the launcher failed; report on the trials that did run
         finish(sweep.folder)
         return CRASHED
     finally:
@@ -159,14 +161,14 @@ def run_trials(
 
 
 def run_here(order: Order) -> None:
-    """Run a trial in this process, and say in one line what came of it."""
+    """Run a trial in this process, and print its outcome in one line."""
     _run(order, _printing_apart(order.trial))
     print(line_of(order.trial.now()), flush=True)
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Run a trial in a process of its own, which starts its ranks itself: an `Order` on stdin."""
-    for name in VARIABLES:  # a batch system's, of the job in which this process runs
+    """Run a trial, read as an `Order` from stdin, in this process; it starts its own ranks."""
+    for name in VARIABLES:  # set by a batch system for the job in which this process runs
         os.environ.pop(name, None)
     end_with(os.getppid())
     order: Order = pickle.load(sys.stdin.buffer)
@@ -183,7 +185,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def _run(order: Order, printing: Any = None) -> None:
-    """Run a trial unless another process does or did. Its error is printed, and a file."""
+    """Run a trial unless another process runs it or has run it; print and save its error."""
     trial, job = order.trial, order.job
     with locked(trial.lock) as mine:
         if not mine or not order.is_open:
@@ -192,20 +194,20 @@ def _run(order: Order, printing: Any = None) -> None:
             _keep_former_error(trial)
             if not has_progress(trial.folder):
                 _clear(trial.folder)
-            elif not job.resumed:  # a batch system has ended it, and starts it once more
+            elif not job.resumed:  # a batch system has ended the trial and starts it again
                 words = [setting("resume", trial.folder), *order.more]
                 job = decide(Request.read(Composer(order.config_dir), words))
             with printing or nullcontext():
                 carry_out(job)
         except Exception as error:
-            raise_received()  # what a signal has broken off may fail in any way
+            raise_received()  # code that a signal interrupts may fail in any way
             if progress(trial.folder) != "pruned":
                 save_error(trial.folder, summary(error))
                 fail(error, CRASHED, f"trial {trial.number}: ")
 
 
 def has_progress(folder: Path) -> bool:
-    """Whether there is something to go on from: a checkpoint, or a seed or split that is done."""
+    """Return whether a run can be resumed: it has a checkpoint, or a finished seed or split."""
     if not (folder / folders.CONFIG).is_file():
         return False
     parts = [folder, *(path for path in folder.iterdir() if path.is_dir())]
@@ -215,18 +217,18 @@ def has_progress(folder: Path) -> bool:
 
 
 def _keep_former_error(trial: Trial) -> None:
-    """Let error.txt of the attempt before become error_1.txt, …"""
+    """Rename error.txt of the previous attempt to error_1.txt, error_2.txt, …"""
     if progress(trial.folder) == "failed":
         (trial.folder / ERROR).rename(trial.folder / f"error_{len(trial.errors) + 1}.txt")
 
 
 def save_error(folder: Path, text: str) -> None:
-    """Mark a trial as failed."""
+    """Write a trial's error, which marks it as failed."""
     write_text(folder / ERROR, f"{text}\n")
 
 
 def _clear(folder: Path) -> None:
-    """Leave only the lock, the logs and the errors of the attempts before."""
+    """Delete everything but the lock, the logs and the errors of earlier attempts."""
     from attnkit.launch.console import LOG
 
     kept = (LOG, OUTPUT, folders.LOCK)
@@ -238,16 +240,16 @@ def _clear(folder: Path) -> None:
 
 
 def line_of(trial: Trial) -> str:
-    """`trial 3  optimizer.lr=0.00121  val/loss_best 0.557  4.18 s  done`."""
+    """Return a line such as `trial 3  optimizer.lr=0.00121  val/loss_best 0.557  4.18 s  done`."""
     parts = [_begin_of(trial)]
     if trial.state == "done":
         try:
             name = Metric.of(folders.load_config(trial.folder)).name
-        except UserError:  # not there any more
+        except UserError:  # the configuration was deleted
             name = ""
         figures = ((name, f"{name} "), ("seconds", ""))
-        parts += [f"{said}{figure(trial.results, name)}"
-                  for name, said in figures if name in trial.results]  # fmt: skip
+        parts += [f"{label}{figure(trial.results, name)}"
+                  for name, label in figures if name in trial.results]  # fmt: skip
     parts.append(trial.state)
     if trial.state == "pruned":
         parts.append(trial.error.splitlines()[0])
@@ -255,14 +257,14 @@ def line_of(trial: Trial) -> str:
 
 
 def _begin_of(trial: Trial) -> str:
-    """Its number and its values."""
+    """Return the number and the values of a trial as text."""
     values = (f"{k}={shortened([v])[v]}" for k, v in trial.values.items())
     return in_line(f"trial {trial.number}  {' '.join(values)}".rstrip())
 
 
 @contextmanager
 def _printing_apart(trial: Trial) -> Iterator[None]:
-    """What is printed in the block goes to the trial's folder; a terminal shows that it runs."""
+    """Redirect output to a file in the trial's folder; a terminal shows that the trial runs."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -281,8 +283,7 @@ def _printing_apart(trial: Trial) -> Iterator[None]:
 
 
 class _Stream:
-    """A stream that is redirected for a while, so that a logger which keeps it never holds a closed
-    one."""
+    """A stream that can be redirected for a while, so that no logger keeps a closed stream."""
 
     def __init__(self, own: Any, pointed_to: Any) -> None:
         self.own, self.pointed_to = own, pointed_to

@@ -1,4 +1,4 @@
-"""The parts of a graph by name: files of a folder, or arrays of one .npz."""
+"""Finds the parts of a graph by name: files of a folder, or arrays of one .npz."""
 
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ ENDINGS = (*ARRAYS, *TEXT, ".parquet")
 
 
 class Parts:
-    """A folder with a file for each part, `<name>.npy`, `.npz` with one array, `.csv`, `.tsv`,
-    `.txt`, each also `.gz`, or `.parquet`; or an .npz with an array for each.
+    """The parts of a graph in a folder or an .npz.
+
+    A folder has a file for each part: `<name>.npy`, `.npz` with one array, `.csv`, `.tsv`, `.txt`
+    (the last three also with `.gz`), or `.parquet`. An .npz has an array for each part.
 
     Args:
         root: the folder or file.
 
     Raises:
-        UserError: it is neither.
+        UserError: `root` is neither.
     """
 
     def __init__(self, root: Path) -> None:
@@ -40,7 +42,7 @@ class Parts:
         self._asked: set[str] = set()
 
     def find(self, *names: str) -> "Part | None":
-        """The part with one of these names.
+        """Return the part with one of these names, or None.
 
         Raises:
             UserError: there are several.
@@ -52,7 +54,7 @@ class Parts:
         return found[0] if found else None
 
     def expect(self, *names: str) -> "Part":
-        """As `find`; a `UserError` if there is none."""
+        """Return the part with one of these names; raise a `UserError` if there is none."""
         part = self.find(*names)
         if part is None:
             is_folder = self.root.is_dir()
@@ -64,7 +66,7 @@ class Parts:
         return part
 
     def unused(self) -> list[str]:
-        """The names of the parts that nobody asked for."""
+        """Return the names of the parts that were not read."""
         return [name for name, _ in self._parts if name not in self._asked]
 
 
@@ -72,7 +74,9 @@ class Array(Part):
     """The array of an .npy or an .npz.
 
     Args:
-        name: of the array in an .npz; None: its only one.
+        path: the file.
+        where: its name in messages.
+        name: the name of the array in an .npz; None: the only one.
     """
 
     is_table = False
@@ -82,7 +86,7 @@ class Array(Part):
         self._name = name
 
     def array(self, dtype: Any = None, columns: int | None = None) -> np.ndarray:
-        """The array; that of an .npy is mapped, so that only what is used is read."""
+        """Return the array; an .npy is mapped, so that only the rows in use are read."""
         if self.path.suffix == ".npy":
             return _mapped(self.path)
         names = _names(self.path) if self._name is None else [self._name]
@@ -104,9 +108,10 @@ class Array(Part):
 
 
 def part_of(path: Path, *, rows: int | None = None) -> Part:
-    """What reads a file, by its ending.
+    """Return the reader of a file, chosen by its ending.
 
     Args:
+        path: the file.
         rows: see `Part`.
     """
     if path.name.endswith(ARRAYS):
@@ -115,7 +120,7 @@ def part_of(path: Path, *, rows: int | None = None) -> Part:
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """The array of an .npy, memory-mapped; what is written to it stays in memory."""
+    """Return the array of an .npy, memory-mapped; changes to it stay in memory."""
     refuse_stand_in(path)
     try:
         return np.load(path, mmap_mode="c", allow_pickle=False)
@@ -129,7 +134,7 @@ def _mapped(path: Path) -> np.ndarray:
 
 
 def _names(path: Path) -> list[str]:
-    """Of the arrays in an .npz."""
+    """Return the names of the arrays in an .npz."""
     refuse_stand_in(path)
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -139,7 +144,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _why(error: Exception) -> str:
-    """NumPy's reason, without its advice to unpickle what may be anything."""
+    """Return NumPy's reason, without its advice to unpickle untrusted files."""
     text = first_line(error)
     if "Object arrays" in text or "Python objects" in text:
         return "it holds Python objects, which are not loaded; save numbers or text"
@@ -147,6 +152,6 @@ def _why(error: Exception) -> str:
 
 
 def _stem(name: str) -> str:
-    """The name of a part without its ending; nothing of other files."""
+    """Return the name of a part without its ending, or an empty text for other files."""
     endings = [ending for ending in ENDINGS if name.endswith(ending)]
     return name.removesuffix(max(endings, key=len)) if endings else ""

@@ -1,4 +1,4 @@
-"""Edges from an array or a table, each checked, with the place of a wrong one."""
+"""Reads edges from an array or a table, and names the place of a wrong edge."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -29,24 +29,25 @@ def read_edges(
     undirected: bool = False,
     graphs: np.ndarray | None = None,
 ) -> dict[str, Tensor]:
-    """edge_index, int64 [2, edges], of a part with a source and a target per row, and what the
-    edges carry.
+    """Return edge_index, int64 [2, edges], and the attributes of edges.
 
-    An array may be [2, edges] or [edges, 2]; of [2, 2] each column is an edge. A table whose
-    columns are called target and source, or dst and src, is read so. Edges that are given more than
-    once and those of a node with itself stay, and a warning counts them.
+    The part has a source and a target in each row. An array may be [2, edges] or [edges, 2]; in a
+    [2, 2] array each column is an edge. A table whose columns are called target and source, or dst
+    and src, is read in that order. Repeated edges and self-loops are kept, and a warning counts
+    them.
 
     Args:
+        part: the part with the edges.
         num_nodes: the nodes are 0 to num_nodes − 1.
-        names: of the nodes, to their numbers; None: text gives the numbers.
-        carried: `edge_attr`, numbers [edges, channels], and `edge_weight`, [edges], where there
-            are such parts.
-        undirected: add the reverse of each edge, which carries the same, and leave each once, with
-            the mean of what its copies carry.
-        graphs: of several graphs that of each node, [nodes]; no edge joins two of them.
+        names: numbers of the nodes by name; None: text holds the numbers.
+        carried: the parts `edge_attr`, numbers [edges, channels], and `edge_weight`, [edges], if
+            they exist.
+        undirected: add the reverse of each edge with the same attributes; repeated edges are
+            merged, with the mean of their attributes.
+        graphs: the graph of each node, [nodes], for several graphs; no edge may join two of them.
 
     Raises:
-        UserError: what is not an edge of these nodes, with its line or place.
+        UserError: a row is no edge of these nodes; the message names its line or place.
     """
     others = {name: other for name, other in (carried or {}).items() if other is not None}
     if names is not None and isinstance(part, Text):
@@ -69,7 +70,7 @@ def read_edges(
     if not undirected:
         _warn_of_oddities(part.where, edge_index, num_nodes)
         return {"edge_index": edge_index, **found}
-    # with a list PyG gives back a list, of which an empty one is nothing
+    # for a list of attributes, even an empty one, PyG returns a list
     edge_index, values = to_undirected(
         edge_index, list(found.values()), num_nodes=num_nodes, reduce="mean"
     )
@@ -77,7 +78,7 @@ def read_edges(
 
 
 def _rows(part: Part, names: Names | None) -> np.ndarray:
-    """The edges, whole numbers [edges, 2]."""
+    """Return the edges as whole numbers [edges, 2]."""
     if part.is_table:
         if names is None:
             return part.array(np.int64, 2)
@@ -92,7 +93,7 @@ def _rows(part: Part, names: Names | None) -> np.ndarray:
 
 
 def _named(part: Part, names: Names) -> Iterator[tuple[int, int]]:
-    """Edges by the names of nodes; a first line of other words is a header."""
+    """Yield edges given by names of nodes; a first line of other words is a header."""
     for number, (fields, place) in enumerate(part.fields()):
         if len(fields) != 2:
             raise UserError(f"{part.where}{place}: expected 2 names of nodes, got {fields}")
@@ -105,7 +106,7 @@ def _named(part: Part, names: Names) -> Iterator[tuple[int, int]]:
 
 
 def _refuse_outside(part: Part, rows: np.ndarray, num_nodes: int) -> None:
-    """UserError at the first edge with a node that is not there."""
+    """Raise a `UserError` at the first edge with a node that does not exist."""
     wrong = (rows < 0) | (rows >= num_nodes)
     if not wrong.any():
         return
@@ -117,7 +118,7 @@ def _refuse_outside(part: Part, rows: np.ndarray, num_nodes: int) -> None:
 
 
 def _refuse_between(part: Part, rows: np.ndarray, graphs: np.ndarray) -> None:
-    """UserError at the first edge between two graphs."""
+    """Raise a `UserError` at the first edge between two graphs."""
     ends = graphs[rows]
     between = ends[:, 0] != ends[:, 1]
     if between.any():
@@ -134,10 +135,10 @@ def _place(part: Part, row: int) -> str:
 
 
 def _is_turned(part: Part, names: Names) -> bool:
-    """Whether a table says that its first column is the target.
+    """Return whether the header of a table names its first column as the target.
 
     Raises:
-        UserError: it says so of one of its columns only.
+        UserError: the header names only one of the two columns as target or source.
     """
     header = part.form.header
     if len(header) != 2 or (part.form.may_have_header and any(name in names for name in header)):
@@ -175,11 +176,11 @@ def _read_carried(name: str, part: Part, num_edges: int) -> Tensor:
 
 
 def _warn_of_oddities(where: str, edge_index: Tensor, num_nodes: int) -> None:
-    """Edges given twice and self-loops, which are used as they are."""
+    """Warn of repeated edges and self-loops, which are kept."""
     source, target = edge_index
     loops = int((source == target).sum())
     keys = (target * num_nodes).add_(source).numpy()
-    keys.sort()  # in place: a third of what a sort of torch's takes
+    keys.sort()  # in place, which takes a third of the memory of torch's sort
     repeats = int((keys[1:] == keys[:-1]).sum())
     found = [f"{repeats:,} edges are given again"] * bool(repeats)
     found += [f"{loops:,} lead from a node to itself"] * bool(loops)

@@ -1,4 +1,4 @@
-"""What files say of nodes: features, labels, names, and which nodes a split has."""
+"""Reads features, labels, names and splits of nodes from files."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,16 +13,17 @@ from attnkit.tasks.graphs.checks import Target
 from attnkit.tasks.graphs.files.part import Part, are_whole, numbers_of
 from attnkit.tasks.graphs.files.text import Text
 
-NO_LABEL = ("", "-1", "-1.0", "nan", "<na>")  # among names of classes, in lower case
-UNCLEAR = ("na", "n/a", "none", "null")  # a class, or what some programs write for no label
+NO_LABEL = ("", "-1", "-1.0", "nan", "<na>")  # words for no label, in lower case
+UNCLEAR = ("na", "n/a", "none", "null")  # may be a class, or what some programs write for no label
 
 
 def read_features(part: Part, beside: Sequence[Part] = ()) -> Tensor:
-    """x [nodes, channels]; of an .npy it is mapped, of a table float32.
+    """Return x [nodes, channels]: mapped for an .npy, float32 for a table.
 
     Args:
-        beside: other parts with a row for each node, whose number tells whether a first row
-            0, 1, 2, … is a header.
+        part: the part with the features.
+        beside: other parts with a row for each node. Their number of rows decides whether a first
+            row 0, 1, 2, … is a header.
     """
     array = part.array(np.float32)
     part.check_index()
@@ -41,10 +42,11 @@ def read_features(part: Part, beside: Sequence[Part] = ()) -> Tensor:
 
 
 def read_names(part: Part, count: int | None = None) -> list[str]:
-    """The word on each line, all different.
+    """Return the word on each line; all words must differ.
 
     Args:
-        count: how many are expected; of one more the first is a header.
+        part: the part with the names.
+        count: the expected number; if there is one more, the first word is a header.
     """
     words = part.words(count)
     if words.ndim != 1 or words.dtype.kind == "f":
@@ -60,13 +62,15 @@ def read_names(part: Part, count: int | None = None) -> list[str]:
 
 
 def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor, list[str]]:
-    """y [nodes], the number of each node's class or −1, and the names of the classes.
+    """Return y [nodes], the number of each node's class or −1, and the names of the classes.
 
-    Text may hold the names of classes instead of numbers; of truth values they are False and True.
+    Text may hold names of classes instead of numbers; truth values are the classes False and True.
 
     Args:
-        count: of the nodes.
-        classes: their names; none: of names in the file these, sorted, of numbers none.
+        part: the part with the labels.
+        count: number of nodes.
+        classes: the names of the classes; if empty, they are the sorted names in the file, and
+            numbers have no names.
     """
     words = part.words(count)
     found, labels = list(classes), numbers_of(words)
@@ -90,7 +94,7 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
             if name not in number_of and name.lower() not in NO_LABEL:
                 raise UserError(f"{part.place_of(node)}: {name!r} is not the name of a class")
         labels = np.array([number_of.get(name, -1) for name in names.tolist()])[numbers]
-    if labels.dtype.kind == "f":  # as OGB's binary files, where nan is no label
+    if labels.dtype.kind == "f":  # as in OGB's binary files, in which NaN is no label
         no_label = np.isnan(labels)
         if (no_label | are_whole(labels)).all():
             labels = np.where(no_label, -1, labels).astype(np.int64)
@@ -116,7 +120,7 @@ def read_labels(part: Part, count: int, classes: Sequence[str]) -> tuple[Tensor,
 
 
 def _refuse_two_spellings(part: Part, words: np.ndarray, labels: np.ndarray) -> None:
-    """UserError if words that are one number, as 01 and 1, may be two classes; 1.0 is 1."""
+    """Raise a `UserError` if one number is spelled in two ways (01 and 1), except 1.0 for 1."""
     if labels.dtype.kind == "U":
         return
     spelled: dict[float, str] = {}
@@ -132,14 +136,16 @@ def _refuse_two_spellings(part: Part, words: np.ndarray, labels: np.ndarray) -> 
 def read_values(
     part: Part, count: int, target: Target, names: Sequence[str] = (), items: Iterable[str] = ()
 ) -> tuple[Tensor, list[str]]:
-    """y, float32 [rows, outputs], of several labels or numbers of each node, or graph, and their
-    names. What is empty or nan is unknown; labels are 0 and 1, or False and True.
+    """Return labels or numbers of each node or graph, float32 [rows, outputs], and their names.
+
+    Empty cells and nan are unknown; labels are 0 and 1, or False and True.
 
     Args:
-        count: how many rows there are.
+        part: the part with the values.
+        count: number of rows.
         target: "labels" or "numbers".
-        names: of the columns; none: those in the header, if there is one.
-        items: the names of the nodes, or graphs, if they have any, which are no column.
+        names: names of the columns; if empty, those in the header, if there is one.
+        items: names of the nodes or graphs, if they have any. A column of them is refused.
     """
     words = part.words(count)
     words = words[:, None] if words.ndim == 1 else words
@@ -175,13 +181,14 @@ def read_values(
 
 
 def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) -> Tensor:
-    """A mask, bool [nodes] or [nodes, splits], of one or of the numbers of its nodes.
+    """Return a mask, bool [nodes] or [nodes, splits], read from a mask or from numbers of nodes.
 
     A mask has a row for each node, of truth values or of 0 and 1.
 
     Args:
-        count: of the nodes.
-        names: of the nodes, to their numbers; None: text gives the numbers.
+        part: the part with the mask or the numbers.
+        count: number of nodes.
+        names: numbers of the nodes by name; None: text holds the numbers.
     """
     if names is not None and isinstance(part, Text):
         part.refuse_commented(names)
@@ -194,7 +201,7 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
                 "which is none"
             )
     if names is not None and part.is_table and words.dtype.kind in "iuf":
-        words = words.astype(str)  # Parquet holds as numbers what text does not tell from names
+        words = words.astype(str)  # names that are digits are numbers in Parquet
     values = _truths(numbers_of(words))
     is_binary = values.dtype.kind in "iuf" and values.size > 0 and np.isin(values, (0, 1)).all()
     is_mask = values.dtype == bool or bool(is_binary)
@@ -242,7 +249,7 @@ def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) ->
 
 
 def _truths(words: np.ndarray) -> np.ndarray:
-    """Truth values, if all words are."""
+    """Return truth values if all words are True or False, otherwise the words."""
     if words.dtype.kind != "U" or not words.size:
         return words
     lower = np.char.lower(words)
@@ -252,8 +259,11 @@ def _truths(words: np.ndarray) -> np.ndarray:
 def _nodes_of(
     part: Part, words: np.ndarray, names: Mapping[str, int] | None, may_have_header: bool
 ) -> np.ndarray:
-    """The numbers of nodes given by name, of which the first may be a header; UserError without
-    names, as some word is no number."""
+    """Return the numbers of nodes given by name; the first word may be a header.
+
+    Raises:
+        UserError: a word is not the name of a node, or there are no names.
+    """
     if names is None:
         wrong = next(n for n in range(len(words)) if numbers_of(words[n : n + 1]).dtype.kind == "U")
         raise UserError(

@@ -1,4 +1,4 @@
-"""The graphs of the Open Graph Benchmark, from their folders as published."""
+"""Reads graphs of the Open Graph Benchmark from their published folders."""
 
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,22 @@ SPLIT_FILES = {"train": "train", "val": "valid", "test": "test"}
 
 
 class OGBFilesData(GraphDataModule):
-    """A node-property-prediction graph of OGB, such as ogbn-arxiv; ogbn-proteins, whose nodes have
-    112 labels each, with `target="labels"`.
+    """A graph of OGB for node property prediction, such as ogbn-arxiv.
+
+    ogbn-proteins, whose nodes have 112 labels each, needs `target="labels"`.
 
     Reads the unpacked folder as published, without the package `ogb` and without a download:
     `raw/edge.csv.gz`, `node-feat.csv.gz`, `node-label.csv.gz`, `num-node-list.csv.gz` and
     `num-edge-list.csv.gz`, or `raw/data.npz` and `node-label.npz`; `split/<name>/train.csv.gz`,
-    `valid.csv.gz` and `test.csv.gz`; the names of classes in `mapping/`; and of edges that carry
-    features `raw/edge-feat.csv.gz`. Where nodes have no features, as in ogbn-proteins, those of a
-    node are the mean of what the edges into it carry, as in OGB's own examples. Text is read line
-    by line; features are in memory. Never writes there.
+    `valid.csv.gz` and `test.csv.gz`; the names of classes in `mapping/`; and features of edges in
+    `raw/edge-feat.csv.gz`. If nodes have no features, as in ogbn-proteins, the features of a node
+    are the mean of those of its incoming edges, as in OGB's own examples. Text is read line by
+    line; features are in memory. Nothing is written there.
 
-    With `links` it may be a link set, such as ogbl-collab: `split/<name>/valid.pt` and `test.pt`
-    have the edges that are held out and the pairs that each is ranked among (`read_ogb`), and `raw`
-    the edges to train on, so that `train.pt` is not read. Where there are no features at all, as in
-    ogbl-ddi, those of a node are a 1 at its number.
+    With `links` it may be a data set of links, such as ogbl-collab: `split/<name>/valid.pt` and
+    `test.pt` have the held-out edges and the pairs among which each edge is ranked (`read_ogb`).
+    `raw` has the edges to train on, so that `train.pt` is not read. If there are no features at
+    all, as in ogbl-ddi, the features of a node are a one-hot vector of its number.
 
     Edges are as in the files. OGB itself adds the reverse of those of ogbn-products,
     ogbn-proteins, ogbl-collab, ogbl-ddi and ogbl-ppa (`undirected`); those of ogbn-arxiv and
@@ -48,13 +49,13 @@ class OGBFilesData(GraphDataModule):
     Args:
         root: the folder that holds `raw` and `split`, such as ogbn_arxiv.
         split_name: the folder in `split`; None: the only one.
-        undirected: add the reverse of each edge, and leave each once.
+        undirected: add the reverse of each edge, and merge repeated edges.
 
     The other arguments are those of `GraphDataModule`.
 
     Raises:
         ValueError: `root` is not a folder.
-        UserError: in `setup`, if a file is missing, ends early or is not as described.
+        UserError: in `setup`, if a file is missing, ends early or is malformed.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class OGBFilesData(GraphDataModule):
         return folder / self.split_name
 
     def _class_names(self) -> list[str]:
-        """Of `mapping/labelidx2….csv.gz`, with a number and a name per line under a header."""
+        """Read the names of `mapping/labelidx2….csv.gz`, one number and name per line."""
         found = sorted((self.root / "mapping").glob("labelidx2*.csv.gz"))
         if len(found) != 1:
             return []
@@ -150,7 +151,7 @@ class OGBFilesData(GraphDataModule):
 
 
 def _file(folder: Path, name: str, rows: int | None = None) -> Part:
-    """The file, packed or not."""
+    """Return the part of a file, compressed or not."""
     for path in (folder / name, folder / name.removesuffix(".gz")):
         if path.is_file():
             return part_of(path, rows=rows)

@@ -1,4 +1,4 @@
-"""A graph in your own files."""
+"""Data module of one graph in the user's own files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,33 +54,33 @@ undirected graph one direction of each; may lack | |
     | `val_negatives`, `test_negatives` | pairs that each of them is ranked among; may lack | |
 
     A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, these also `.gz`, or `.parquet`, which
-    needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. Of tables a header and a first
-    column without a name, as pandas writes its index, are left out; a first column of features with
-    a name that counts the nodes may be either, and is refused. An `.npy` of features is
-    mapped: with a `batch_size` only the rows of a batch are read, after one pass in which all are
-    checked to be finite; `normalize_features` and `sparse_features` read it into memory. Text is
+    needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. A header of a table
+    and a first column without a name, as pandas writes its index, are ignored; a first column of
+    features with a name that counts the nodes may be either, and is refused. An `.npy` of features
+    is mapped: with a `batch_size` only the rows of a batch are read, after a check that
+    all are finite; `normalize_features` and `sparse_features` read it into memory. Text is
     read line by line. Nothing is unpickled, and nothing written.
 
     With `target` "labels" or "numbers", `labels` has a row for each node, of several labels (0, 1)
-    or numbers; a header names them. Nothing or nan is unknown and does not count.
+    or numbers; a header names them. Empty cells and nan are unknown and do not count.
 
-    A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. The label of a class that
-    is empty is none, as −1 and nan are.
+    A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. An empty label means
+    no label, as −1 and nan do.
 
-    Edges given twice and self-loops count as they are, and a warning counts them. Without train,
+    Repeated edges and self-loops are kept, and a warning counts them. Without train,
     val and test a random split is drawn by `seed`: `val_fraction` and `test_fraction` of every
     class. To predict, labels and splits are not read.
 
     Args:
         root: the folder or .npz.
-        undirected: add the reverse of each edge, and leave each once.
-        val_fraction, test_fraction: of a random split.
+        undirected: add the reverse of each edge, and merge repeated edges.
+        val_fraction, test_fraction: shares of a random split.
 
     The other arguments are those of `GraphDataModule`.
 
     Raises:
         ValueError: `root` is not there.
-        UserError: in `setup`, if a part lacks or is not as described, with file and line.
+        UserError: in `setup`, if a part is missing or malformed; the message names file and line.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Rows of numbers and words in Parquet, which pyarrow reads."""
+"""Reads rows of numbers and words from Parquet files, with pyarrow."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ ROWS = 1_000_000  # of words that are Python's at a time
 
 
 class Parquet(Part):
-    """A Parquet file; columns without a name and those that pandas' metadata say are its index."""
+    """A Parquet file; columns without a name and pandas' index columns form its index."""
 
     def array(self, dtype: Any = None, columns: int | None = None) -> np.ndarray:
         found = self._columns()

@@ -11,15 +11,15 @@ from attnkit.lightning.errors import UserError
 
 
 class Form(NamedTuple):
-    """What the first row of a file says of all.
+    """Properties of a file that its first row shows.
 
-    header: the names of the columns; of text the fields of the first row, which may be values.
+    header: the names of the columns; for text the fields of the first row, which may be values.
     may_have_header: whether a first row of words may be a header.
     is_header: whether the first row of text holds words only.
     has_index: whether the first column of text has no name, as the index that pandas and R write.
-    is_numbered: whether the first row is 0, 1, 2, …: the header that pandas writes of columns
-        without names, or values.
-    delimiter: what is between the fields of text; None: blanks.
+    is_numbered: whether the first row is 0, 1, 2, …: values, or the header that pandas writes for
+        columns without names.
+    delimiter: the delimiter between fields of text; None: blanks.
     """
 
     header: Sequence[str] = ()
@@ -31,21 +31,21 @@ class Form(NamedTuple):
 
 
 class Part(ABC):
-    """The base of `Text`, `Parquet` and `Array`, which read what the other files interpret.
+    """Base class of `Text`, `Parquet` and `Array`, which read files for the other modules.
 
-    Values come without a header and without the index that pandas and R write.
+    Values are returned without a header and without the index that pandas and R write.
 
     Args:
         path: the file.
-        where: what it is called in messages; the file, if not given.
-        rows: how many it should have, if another file says so.
+        where: its name in messages; by default the file.
+        rows: the expected number of rows, if another file contains it.
 
     Attributes:
-        item: what a row is of, in messages: a node, or a graph.
-        form: of text known at once, of Parquet after reading.
-        index: of what was read last, for each column of the index what a message calls it, and its
+        item: what a row describes, in messages: a node or a graph.
+        form: the form of the file, for text known at once, for Parquet after reading.
+        index: the index of the data read last: for each of its columns the name in messages and the
             values.
-        is_table: whether it is read by the row.
+        is_table: whether the file is read row by row.
     """
 
     is_table = True
@@ -61,15 +61,15 @@ class Part(ABC):
 
     @abstractmethod
     def array(self, dtype: Any = None, columns: int | None = None) -> np.ndarray:
-        """All of it; of a table numbers [rows, columns], True and False as 1 and 0.
+        """Return all values; for a table numbers [rows, columns], True and False as 1 and 0.
 
         Args:
-            dtype: of the numbers of a table; an array has its own.
-            columns: of a table, how many are expected; None: those of the first row.
+            dtype: the dtype of a table's numbers; an array has its own.
+            columns: the expected number of columns of a table; None: that of the first row.
 
         Raises:
-            UserError: a value that is no such number, another number of columns, or a file that
-                ends early, with the line.
+            UserError: a value is no such number, the number of columns is wrong, or the file ends
+                early; the message names the line.
         """
 
     @abstractmethod
@@ -77,16 +77,17 @@ class Part(ABC):
         """The file and, of a table, the line or row, for a message."""
 
     def node_place(self, node: int) -> str:
-        """Where the row of a node is, for a message; of an array with the node's number."""
+        """Return where the row of a node is, for messages; for an array with the node's number."""
         return self.place_of(node) if self.is_table else f"{self.where}: {self.item} {node}"
 
     def words(self, count: int | None = None) -> np.ndarray:
-        """What stands in it, [rows] or of several columns [rows, columns]: text, or the numbers
-        that Parquet and arrays hold.
+        """Return the values as text, or as the numbers that Parquet and arrays hold.
+
+        The shape is [rows], or [rows, columns] for several columns.
 
         Args:
-            count: how many rows there are if there is one for each node. Of one more the first is
-                a header, an empty line is then a row, and an index has to count the rows.
+            count: the number of rows if there is one for each node. If there is one more, the first
+                is a header. An empty line is then a row, and an index must count the rows.
         """
         words = self._words(count)
         if self.is_table and len(words) == count:
@@ -102,12 +103,12 @@ class Part(ABC):
         raise NotImplementedError
 
     def check_rows(self, values: np.ndarray, what: str = "rows") -> None:
-        """UserError if another file says that there are more or fewer of them."""
+        """Raise a `UserError` if another file gives a different number of rows."""
         if self.rows not in (None, len(values)):
             raise UserError(f"{self.where}: expected {self.rows:,} {what}, got {len(values):,}")
 
     def check_index(self) -> None:
-        """UserError unless the index, if there is one, counts the rows."""
+        """Raise a `UserError` unless the index, if there is one, counts the rows."""
         for what, index in self.index:
             if not counts_rows(index):
                 raise self.unordered(what)
@@ -119,8 +120,10 @@ class Part(ABC):
         )
 
     def refuse_other_index(self, others: Iterable["Part"]) -> None:
-        """UserError if parts with a row for each row of this one have another index; none and one
-        that counts the rows are the same."""
+        """Raise a `UserError` if parts with a row for each row of this one have another index.
+
+        No index and an index that counts the rows are the same.
+        """
         here = self._order()
         for other in others:
             index = other._order()
@@ -136,13 +139,14 @@ class Part(ABC):
         return [] if len(index) == 1 and counts_rows(index[0]) else index
 
     def refuse_index(self, values: np.ndarray, what: str, names: Sequence[str] = ()) -> None:
-        """UserError if the first of several columns of a table counts the rows, in any order, as an
-        index that was given a name, or has the names of the nodes.
+        """Raise a `UserError` if the first of several columns may be an index with a name.
+
+        Such a column counts the rows in any order, or holds the names of the nodes.
 
         Args:
             values: [rows, columns]. Where `rows` is known, the form of the file is, too.
-            what: a column is, if it is no index.
-            names: of the nodes.
+            what: the meaning of a column that is no index, for the message.
+            names: names of the nodes.
         """
         if not self.is_table or self.rows is not None or values.ndim < 2 or values.shape[1] < 2:
             return
@@ -165,16 +169,16 @@ class Part(ABC):
         *,
         is_header: bool = False,
     ) -> np.ndarray:
-        """Values of a part that `is_numbered`, without their first row if that is a header.
+        """Return the values of a part that `is_numbered`, without the first row if it is a header.
 
         Args:
-            beside: of parts with a row for each row of this one, how many rows they have, and
-                whether they are numbered, too.
-            what: the first row is, or is a header, in a message.
-            is_header: whether the values themselves say that it is one.
+            beside: for each part with a row for each row of this one, its number of rows, and
+                whether it is numbered, too.
+            what: the meaning of a first row that is no header, for the message.
+            is_header: whether the values themselves show that it is a header.
 
         Raises:
-            UserError: it may be either.
+            UserError: the first row may be a header or values.
         """
         sizes = list(beside)
         if any(size == len(values) and not is_numbered for size, is_numbered in sizes):
@@ -205,12 +209,12 @@ def numbers_of(words: np.ndarray) -> np.ndarray:
 
 
 def are_whole(numbers: np.ndarray) -> np.ndarray:
-    """Which of the numbers are whole."""
+    """Return which numbers are whole."""
     return np.isfinite(numbers) & (numbers == numbers.round())
 
 
 def counts_rows(index: np.ndarray) -> bool:
-    """Whether an index counts the rows, from 0 as pandas does or from 1 as R does."""
+    """Return whether an index counts the rows, from 0 as pandas does or from 1 as R does."""
     counted = np.arange(len(index))
     return index.dtype.kind in "iuf" and any(
         bool((index == (counted + start).astype(index.dtype)).all()) for start in (0, 1)

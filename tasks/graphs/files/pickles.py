@@ -1,8 +1,8 @@
-"""Pickles of graph data, read without running anything they hold.
+"""Reads pickles of graph data without running any code in them.
 
-A pickle is a program: it imports and calls what it names. Here only the few names that numbers,
-lists and sparse matrices need are known. Where we read a file ourselves nothing is imported: these
-names stand for small classes of ours, because a wrong state can crash NumPy's own `__setstate__`.
+A pickle is a program: it imports and calls what it names. Only the few names that numbers, lists
+and sparse matrices need are allowed here. Files that we read ourselves import nothing: these names
+stand for small classes of ours, because a wrong state can crash NumPy's own `__setstate__`.
 """
 
 import pickle
@@ -30,7 +30,7 @@ def load(path: Path) -> Any:
     """The array of numbers, sparse tensor or dict of lists of int that a file of Planetoid holds.
 
     Raises:
-        UserError: the file names anything else (the name is said), or is broken.
+        UserError: the file contains any other name, which the message gives, or is broken.
     """
     refuse_stand_in(path)
     try:
@@ -43,10 +43,10 @@ def load(path: Path) -> Any:
 
 
 def load_saved(path: Path) -> Any:
-    """What `torch.save` wrote of tensors, arrays of numbers and dictionaries; arrays as tensors.
+    """Load tensors, arrays (as tensors) and dictionaries that `torch.save` wrote.
 
     Raises:
-        UserError: the file names anything else (the name is said), or is broken.
+        UserError: the file contains any other name, which the message gives, or is broken.
     """
     refuse_stand_in(path)
     known: list[Any] = [(found, name) for name, found in _KNOWN.items() if name.startswith("numpy")]
@@ -104,7 +104,7 @@ def _audit() -> None:
 
 # Each has a `__setstate__`, without which a pickle could set attributes of the class itself.
 class _Dtype:
-    """What `numpy.dtype(code)` is called for."""
+    """Stands for `numpy.dtype`, which a pickle calls with a code."""
 
     def __init__(self, code: str, *flags: Any) -> None:
         self.code = code
@@ -114,7 +114,7 @@ class _Dtype:
 
 
 class _Array:
-    """What `numpy.ndarray` is rebuilt as; its state becomes an array of numbers."""
+    """Stands for `numpy.ndarray`; its state becomes an array of numbers."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, by_columns, data = state
@@ -127,7 +127,7 @@ class _Array:
 
 
 class _Matrix:
-    """What `scipy.sparse.csr_matrix` is rebuilt as: the numbers of row r are from indptr[r] on."""
+    """Stands for `scipy.sparse.csr_matrix`; the numbers of row r begin at indptr[r]."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         offsets, columns, values = (state[name].array for name in ("indptr", "indices", "data"))

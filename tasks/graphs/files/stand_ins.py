@@ -1,4 +1,4 @@
-"""What lies in the place of a file that was not downloaded."""
+"""Detects placeholders of files that were not downloaded."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ _BEGINNINGS = {
 
 
 def refuse_stand_in(path: Path) -> None:
-    """UserError if a file is a Git LFS pointer or a page that was saved instead of it."""
+    """Raise a `UserError` if a file is a Git LFS pointer or a page that was saved instead of it."""
     try:
         with path.open("rb") as file:
             start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().lower()

@@ -1,4 +1,4 @@
-"""Rows of numbers and words in text files."""
+"""Reads rows of numbers and words from text files."""
 
 import csv
 import gzip
@@ -147,7 +147,7 @@ class Text(Part):
         return f"{self.where}, line {next(islice(rows, row, None))[1]}"
 
     def refuse_commented(self, names: Collection[str]) -> None:
-        """UserError if a comment above the first row may be a row, as it begins with a name."""
+        """Raise a `UserError` if a comment above the first row begins with a name of a node."""
         for text, line in self._every_line():
             text = text.strip()
             if text and text[0] != "#":
@@ -196,7 +196,7 @@ class Text(Part):
 
 
 class _Followed:
-    """Lines, of which the last one given is known: the wrong one, where NumPy fails."""
+    """Iterator over lines that knows the last one, which is the wrong one if NumPy fails."""
 
     def __init__(self, texts: Iterator[tuple[str, int]]) -> None:
         self._texts = texts
@@ -218,7 +218,7 @@ def _fields(line: str, delimiter: str | None) -> list[str]:
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word begins like a number or is True or False, so that it is in no header."""
+    """Return whether a word looks like a number, True or False, which no header contains."""
     return bool(re.match(r"[+-]?(\.?\d|(nan|inf)$)", word, re.IGNORECASE)) or _is_truth(word)
 
 

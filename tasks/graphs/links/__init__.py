@@ -1,1 +1,1 @@
-"""Links: which pairs of nodes of a graph are joined by an edge."""
+"""Link prediction: which pairs of nodes of a graph are joined by an edge."""

@@ -1,4 +1,4 @@
-"""Pairs of nodes that no edge joins, drawn exactly."""
+"""Draws pairs of nodes that no edge joins, uniformly and without rejection."""
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ class AbsentPairs:
     but from generators of the process, and tries again.
 
     Args:
-        edge_index: [2, edges], source in row 0, target in row 1; of an undirected graph both
-            directions.
-        num_nodes: of the graph.
+        edge_index: [2, edges], source in row 0, target in row 1; both directions for an undirected
+            graph.
+        num_nodes: number of nodes.
     """
 
     def __init__(self, edge_index: Tensor, num_nodes: int) -> None:
@@ -56,8 +56,10 @@ class AbsentPairs:
 
 
 def present_from(present: Tensor, sources: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Of the `AbsentPairs.present` those that start at some nodes: of each the place of its source
-    among `sources`, and its target."""
+    """Return those of `AbsentPairs.present` that start at some nodes.
+
+    The result holds the position of each source in `sources`, and the target.
+    """
     first, last = torch.searchsorted(present, torch.stack([sources, sources + 1]) * num_nodes)
     rows = torch.arange(len(sources), device=sources.device).repeat_interleave(last - first)
     return rows, present[ranges(first, last - first)] % num_nodes

@@ -1,4 +1,4 @@
-"""Edges of a graph that are held out, and the pairs of nodes that they are told from."""
+"""Splits of a graph's edges for link prediction, and pairs of nodes without an edge."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ SPLITTING = (
 
 
 class Links:
-    """What is asked of the edges of a graph: the argument `links` of a `GraphDataModule`.
+    """Settings of link prediction: the argument `links` of a `GraphDataModule`.
 
     A share of the edges is held out by PyG's `RandomLinkSplit`, an undirected edge with both of its
     directions. What is known of the graph, and carries messages, is in training and validation the
@@ -50,10 +50,10 @@ class Links:
     source; these are the same each time.
 
     Args:
-        val_fraction, test_fraction: of the edges.
-        num_negatives: absent pairs for each edge in training.
-        num_ranked: absent pairs that an edge of val or test is ranked among.
-        top_k: pairs that are predicted for each node.
+        val_fraction, test_fraction: shares of the edges.
+        num_negatives: number of absent pairs for each edge in training.
+        num_ranked: number of absent pairs among which an edge of val or test is ranked.
+        top_k: number of pairs predicted for each node.
 
     Raises:
         ValueError: an argument out of range.
@@ -86,8 +86,10 @@ class Links:
             raise ValueError(wrong)
 
     def check_splits(self, data: Any) -> None:
-        """UserError if a data module has settings of how its nodes are split, or these links have
-        some of what the data bring."""
+        """Raise a `UserError` for settings without effect.
+
+        These are splits of nodes in the data module, and fractions if the data has its own splits.
+        """
         names = [name for name in SPLITTING if name != "split_name" or not data.link_splits]
         if wrong := _other_than(data, _defaults(type(data), names)):
             raise UserError(f"data.{wrong}")
@@ -108,7 +110,7 @@ def _defaults(cls: type, names: Sequence[str]) -> dict[str, Any]:
 def _other_than(
     data: Any, only: dict[str, Any], why: str = "it is for the nodes of a graph, with links"
 ) -> str | None:
-    """What is wrong with the first of the settings that has another value."""
+    """Return an error text for the first setting with another value."""
     for name, value in only.items():
         if (given := getattr(data, name)) != value:
             return f"{name}: {why} expected {value}, got {given}"
@@ -120,9 +122,9 @@ class LinkSets:
 
     Args:
         graph: x [nodes, channels], edge_index [2, edges], maybe edge_attr and edge_weight.
-        links: what is asked.
-        seed: of the splits and the absent pairs.
-        given: the edges of "val" and "test", where the data bring them; none: they are drawn.
+        links: the settings.
+        seed: seed of the splits and the absent pairs.
+        given: the edges of "val" and "test", if the data has them; otherwise they are drawn.
 
     Raises:
         UserError: no edges, a pair of nodes is absent nowhere, or what is given is of other nodes.
@@ -158,9 +160,11 @@ class LinkSets:
 
     @cached_property
     def splits(self) -> dict[str, Data]:
-        """Of each split `edge_index`, the edges that carry messages, and `edge_label_index`, those
-        that are asked about: of an undirected edge one direction. The messages of training are the
-        edges in the order of the latter, and behind them their other directions."""
+        """Return for each split the edges that carry messages and those to predict.
+
+        They are `edge_index` and `edge_label_index`; the latter has one direction of an undirected
+        edge. In training, `edge_index` holds the edges in that order, followed by their reverses.
+        """
         splits = self._given_splits() if self.given else self._random_splits()
         numbers = self._numbers(self.known.edge_index)
         for part in splits.values():  # each direction with what it carries
@@ -199,7 +203,7 @@ class LinkSets:
         return edge_index[0] * self.num_nodes + edge_index[1]
 
     def items(self, split: str, batch_size: int) -> "LinkItems":
-        """What the loader of a split reads; of "predict" the nodes.
+        """Return the data set of a split; for "predict" that of the nodes.
 
         Raises:
             UserError: too few edges would carry messages in a step of training.
@@ -252,7 +256,7 @@ class LinkSets:
         return source + target * (3 if self.directed else 1)
 
     def describe(self) -> dict[str, Any]:
-        """What a model and `LinkPrediction` need to know."""
+        """Return the facts that a model and `LinkPrediction` need."""
         edge_attr = self.known.get("edge_attr")
         return {
             "in_channels": self.x.shape[1],
@@ -261,7 +265,7 @@ class LinkSets:
         }
 
     def summary(self) -> list[str]:
-        """What was found, in a few lines."""
+        """Return a summary of the data in a few lines."""
         counts = {name: part.edge_label_index.shape[1] for name, part in self.splits.items()}
         absent = self.given["test"].absent if self.given else None
         among = self.links.num_ranked if absent is None else absent.shape[-1]
@@ -276,11 +280,11 @@ class LinkSets:
 
 
 class LinkItems(BatchItems):
-    """Edges of a split, fetched by the batch, with the graph that is known meanwhile.
+    """Data set of the edges of a split, fetched by the batch with the graph known at that time.
 
     Args:
         known: the edges that carry messages, and in `edge_label_index` those to fetch.
-        sets: what else there is of the graph.
+        sets: the splits and the other data of the graph.
     """
 
     def __init__(self, known: Data, sets: LinkSets) -> None:
@@ -295,7 +299,7 @@ class LinkItems(BatchItems):
 
 
 class TrainLinks(LinkItems):
-    """Batches of the training; their own edges carry no messages. See `Links`."""
+    """Data set of training; the edges of a batch carry no messages. See `Links`."""
 
     def __init__(self, known: Data, sets: LinkSets) -> None:
         super().__init__(known, sets)
@@ -321,7 +325,7 @@ class TrainLinks(LinkItems):
 
 
 class RankedLinks(LinkItems):
-    """Batches of validation and test: edges, and what they are ranked among. See `Links`."""
+    """Data set of validation or test: edges, and the pairs to rank them among. See `Links`."""
 
     def __init__(self, known: Data, sets: LinkSets, split: str) -> None:
         super().__init__(known, sets)
@@ -352,7 +356,7 @@ class RankedLinks(LinkItems):
 
 
 class EveryPair(LinkItems):
-    """Batches of a prediction: nodes, each of which is asked about all that it is not joined to."""
+    """Data set of prediction: nodes, each to be paired with all nodes that it is not joined to."""
 
     def __len__(self) -> int:
         return self.sets.num_nodes

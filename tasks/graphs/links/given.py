@@ -1,4 +1,4 @@
-"""Links that are held out by the data themselves, as the Open Graph Benchmark publishes them."""
+"""Held-out links that the data provides, as published by the Open Graph Benchmark."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ _OWN = ("source_node", "target_node", "target_node_neg")
 
 
 class HeldOut(NamedTuple):
-    """The edges of val or of test, where the data bring them.
+    """The edges of val or test that the data provides.
 
-    pairs: int64 [2, edges]; of an undirected graph one direction of each.
-    absent: the pairs that they are ranked among: [2, absent], the same for all; or [2, edges, k], k
-        for each edge; None: they are drawn.
-    where: the file, for a message.
+    pairs: int64 [2, edges]; one direction of each edge in an undirected graph.
+    absent: the pairs among which edges are ranked: [2, absent], the same for all edges; or [2,
+        edges, k], k for each edge; None: they are drawn.
+    where: the file, for messages.
     """
 
     pairs: Tensor
@@ -27,7 +27,7 @@ class HeldOut(NamedTuple):
     where: str = "data"
 
     def check(self, num_nodes: int) -> None:
-        """UserError if these are no pairs of so many nodes."""
+        """Raise a `UserError` if these are no pairs of nodes below `num_nodes`."""
         for name, given, dims in (
             ("edges", self.pairs, (2,)),
             ("absent pairs", self.absent, (2, 3)),

@@ -21,7 +21,7 @@ PAIRS = 2**18  # scored at a time
 
 
 class LinkPrediction(ValuesModule):
-    """Whether an edge joins two nodes: binary cross-entropy over edges and absent pairs.
+    """Predicts whether an edge joins two nodes: binary cross-entropy over edges and absent pairs.
 
     A batch is one that a `GraphDataModule` with `links` gives (see `Links`). The logit of a pair is
     the inner product of what the model returns of its nodes, z_i · z_j + bias (Kipf and Welling,
@@ -127,7 +127,7 @@ class LinkPrediction(ValuesModule):
             raise UserError(f"model: expected {what}, {shape}, got {list(found.shape)}")
 
     def explained(self, batch: Data) -> Explained:
-        """What `attnkit.explain` is given of a graph: the logit of a pair, features and edges."""
+        """Return the inputs of `attnkit.explain`: a model of a pair's logit, features and edges."""
         inputs = {"x": batch.x, "edge_index": batch.edge_index, **beside(self.model, batch)}
         return Explained(LogitOfPairs(self), inputs, class_names=["edge"], of_pairs=True)
 
@@ -141,7 +141,7 @@ class LinkPrediction(ValuesModule):
         self._rank("val", batch)
 
     def test_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
-        """Of edges and absent pairs `pairs` [2, pairs], `probability` and `is_edge`, 1 or 0."""
+        """Return `pairs` [2, pairs], their `probability`, and `is_edge`, 1 or 0."""
         outputs, truth = self._rank("test", batch)
         pairs = torch.cat([batch.pairs, batch.negatives], dim=1)
         return {"pairs": pairs, "probability": outputs[:, 0].sigmoid(), "is_edge": truth[:, 0]}
@@ -169,9 +169,11 @@ class LinkPrediction(ValuesModule):
         return {name: known[name] for name in ("accuracy", "auroc", "average_precision")}
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """Of each node the `top_k` absent pairs with the largest probability, that of each, and
-        behind the numbers of the nodes their names, if the data module has `node_names`. All pairs
-        of nodes are scored, in blocks."""
+        """Return the `top_k` absent pairs of each node with the largest probability.
+
+        The numbers of nodes are followed by their names if the data module has `node_names`. All
+        pairs of nodes are scored, in blocks.
+        """
         score, nodes = self.scores_of(batch), torch.arange(len(batch.x), device=batch.x.device)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for sources in batch.sources.split(max(1, PAIRS // len(nodes))):
@@ -228,10 +230,10 @@ def ranks_of(edges: Tensor, others: Tensor) -> Tensor:
 
 
 class MeanOfRanks(MeanMetric):
-    """The mean over edges of 1 / rank or, with `most`, the share of those with at most that rank.
+    """Mean over edges of 1 / rank or, with `most`, the share of edges with at most that rank.
 
     Args:
-        most: the rank.
+        most: the largest rank that counts.
     """
 
     higher_is_better: bool = True  # type: ignore[assignment]

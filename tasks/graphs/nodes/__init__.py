@@ -1,1 +1,1 @@
-"""Nodes: what a model learns of each node, of one graph or of many."""
+"""Prediction of nodes, in one graph or in many."""

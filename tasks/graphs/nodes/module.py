@@ -1,4 +1,4 @@
-"""The LightningModules of nodes: a class, several labels or numbers of each."""
+"""LightningModules that predict a class, several labels or numbers of each node."""
 
 import inspect
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from attnkit.tasks.graphs.nodes.parts import GraphPart, sampled_field
 
 
 class Nodes(OfGraphs):
-    """What all modules of nodes do, whatever is learned of a node.
+    """Base class of all modules that predict nodes.
 
     A batch is a `torch_geometric.data.Data` with x, edge_index and y. The loss and the metrics of a
     stage are of the nodes in its `train_mask`, `val_mask` or `test_mask`; of a sampled sub-graph
@@ -56,7 +56,7 @@ class Nodes(OfGraphs):
             )
 
     def _check_positions(self, data: Any) -> None:
-        """UserError if the model reads other positions than there are."""
+        """Raise a `UserError` if the model reads other positions than the data has."""
         if not hasattr(data, "positions"):
             return
         kind = data.positions
@@ -98,13 +98,12 @@ class Nodes(OfGraphs):
 
     @torch.no_grad()
     def classify(self, batch: Data) -> dict[str, list[Any]]:
-        """What is said of the nodes of a graph, or of a sampled sub-graph's seeds.
+        """Return predictions of the nodes of a graph, or of a sampled sub-graph's seeds.
 
         Returns:
-            `node`, the number of each; of a batch of many graphs `graph` before it, and the number
-            is that in its graph; and behind it the columns of what is learned: of a class `label`,
-            `probability` and of up to 1,000 classes `p(<class>)`; of labels `p(<label>)`; or each
-            number by its name.
+            columns by name: `node`, its number, for many graphs preceded by `graph` (the number is
+            then that in its graph); then for a class `label`, `probability` and for up to 1,000
+            classes `p(<class>)`; for labels `p(<label>)`; or each number under its name.
         """
         outputs = self.logits(batch)
         seeds = slice(batch.batch_size if "batch_size" in batch else None)
@@ -116,10 +115,10 @@ class Nodes(OfGraphs):
         return {**found, **self.columns(outputs[seeds])}
 
     def explained(self, batch: Data) -> Explained:
-        """What `attnkit.explain` is given of a graph: this module, features and edges.
+        """Return the inputs of `attnkit.explain`: this module, features and edges.
 
         Raises:
-            UserError: a sampled sub-graph.
+            UserError: the batch is a sampled sub-graph.
         """
         if "batch_size" in batch:
             raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
@@ -138,7 +137,7 @@ class Nodes(OfGraphs):
         )
 
     def test_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
-        """Of the nodes that count `node` (the number), `label` and what is `predicted`."""
+        """Return `node` (the number), `label` and `predicted` of the nodes that count."""
         outputs, truth = self._of_stage("test", batch)
         self.evaluate("test", outputs, truth)
         if "batch_size" in batch:
@@ -149,7 +148,7 @@ class Nodes(OfGraphs):
         return {"node": nodes, "label": truth, "predicted": predicted}
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """What `classify` says of a batch, with the names of the nodes, or of their graphs."""
+        """Return what `classify` returns, with the names of nodes or of their graphs."""
         return self.named(self.classify(batch))
 
     def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
@@ -176,16 +175,16 @@ class Nodes(OfGraphs):
 
 
 def _counted(stage: str, batch: Data) -> Tensor:
-    """Which nodes of whole graphs count, bool [nodes]."""
+    """Return which nodes of whole graphs count, bool [nodes]."""
     return has_target(batch.y) if "number" in batch else batch[f"{stage}_mask"]
 
 
 class NodeClassification(LearnsClasses, Nodes):
-    """One label per node: cross-entropy, accuracy, of two classes ROC-AUC, scores per class.
+    """Predicts one class per node: cross-entropy, accuracy, ROC-AUC of two classes, class scores.
 
-    `Nodes` says what a batch is, and which of its nodes count. Logged, tested and shown is what
-    `ClassificationModule` says, and of two classes `val/auroc` and `test/auroc`, the exact area
-    under the ROC curve of the second one's probability.
+    `Nodes` says what a batch is, and which of its nodes count. It logs the metrics of
+    `ClassificationModule`, and for two classes `val/auroc` and `test/auroc`, the exact area under
+    the ROC curve of the second class's probability.
 
     Args:
         model: (x [nodes, in_channels], edge_index [2, edges]) to logits [nodes, num_classes]; may
@@ -206,22 +205,22 @@ class NodeClassification(LearnsClasses, Nodes):
 
 
 class NodeValues(LearnsValues, Nodes):
-    """Several labels, or numbers, of each node: see `ValuesModule`.
+    """Predicts several labels or numbers of each node: see `ValuesModule`.
 
     `Nodes` says what a batch is, and which of its nodes count.
 
     Args:
-        model: as of `NodeClassification`, to [nodes, num_outputs].
+        model: as for `NodeClassification`, with output [nodes, num_outputs].
         optimizer, scheduler, finetune: see `TaskModule`.
         target: "labels" or "numbers".
-        num_outputs: labels or numbers of a node.
-        class_names: of these, for tables; "0", "1", … unless given.
+        num_outputs: number of labels or numbers of a node.
+        class_names: names of the outputs, for tables; "0", "1", … unless given.
         in_channels: features of a node; data with others is then refused.
     """
 
 
 class _BinaryAUROC(BinaryAUROC):
-    """Of logits [samples, 2], so that it is updated as all other metrics are."""
+    """ROC-AUC of logits [samples, 2], so that it is updated like all other metrics."""
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         super().update(logits.softmax(dim=1)[:, 1], labels)

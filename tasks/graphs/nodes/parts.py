@@ -16,7 +16,7 @@ MOST = 0.8  # of the edges, from which a part of the graph is not worth a copy o
 
 
 def sampled_field(batch: Data, num_hops: int | None) -> ReceptiveField | None:
-    """What the seeds of a sampled sub-graph depend on, if it says what each hop reached."""
+    """Return the receptive field of a sub-graph's seeds, if it has the sizes of its hops."""
     sizes, counts = batch.get("num_sampled_nodes"), batch.get("num_sampled_edges")
     if not sizes or not counts or len(counts) != num_hops:
         return None
@@ -33,7 +33,7 @@ def sampled_field(batch: Data, num_hops: int | None) -> ReceptiveField | None:
 
 @dataclass(frozen=True, eq=False)
 class GraphPart:
-    """What the logits of a stage's nodes depend on; no field where it is most of the graph."""
+    """The part of a graph that a stage's logits depend on; without a field if it is most of it."""
 
     graph: Data
     x: Tensor

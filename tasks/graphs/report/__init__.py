@@ -1,1 +1,1 @@
-"""What node classification leaves beside its averages: where it errs, and where it looks."""
+"""Reports on tests of graphs: where a model errs, and where it looks."""

@@ -1,4 +1,4 @@
-"""The edges that each node looked at most: what `run=predict` leaves with `predict.attention`."""
+"""Writes the edges with the most attention of each node, for `predict.attention`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +36,7 @@ class Looked(NamedTuple):
 
 
 class NodePredictions(Callback):
-    """In a prediction, with `attention`, writes `attention.csv`: what each node looked at most.
+    """Callback that writes `attention.csv` in a prediction: the edges with the most attention.
 
     A row is an edge: `node`, `layer` and `head` ("mean" over the heads, or a number from 0),
     `source`, where the edge comes from, and `weight`, its share of the node's attention before
@@ -54,7 +54,7 @@ class NodePredictions(Callback):
 
     Raises:
         ValueError: an argument out of range.
-        UserError: a model without attention along edges that can be seen.
+        UserError: the model has no attention along edges that can be recorded.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class NodePredictions(Callback):
 
 
 def gathered(trainer: Trainer, found: list[Any]) -> list[Any]:
-    """What all processes have found, in their order."""
+    """Return the results of all processes, in their order."""
     if trainer.world_size == 1:
         return found
     parts: list[Any] = [None] * trainer.world_size
@@ -170,7 +170,7 @@ def largest_of_each(target: Tensor, weight: Tensor, top_k: int) -> Tensor:
 
 
 def _rows(looked: list[Looked], names: list[str] | None) -> Iterator[list[Any]]:
-    """By node, then in the order of the layers, of the heads, and of the weights."""
+    """Return rows sorted by node, layer, head and weight."""
     kinds = list(dict.fromkeys((one.layer, one.head) for one in looked))
     kind_of = {kind: place for place, kind in enumerate(kinds)}
     target, source, weight = (

@@ -1,4 +1,4 @@
-"""What a test of node classification leaves: accuracy by neighbourhood, entropy of attention."""
+"""Callback for tests of node classification: accuracy by neighbourhood, entropy of attention."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +33,7 @@ from attnkit.tasks.graphs.report.pictures import (
 
 
 class NodeReport(Callback):
-    """Writes, at the end of a test of a `NodeClassification`, where it errs and how it attends.
+    """Callback that writes, after a test of nodes, where the model errs and how it attends.
 
     - `accuracy_by_neighbourhood.csv` and `.png`: accuracy of the test nodes by the number of their
       neighbours and by the share of these with the node's label, in the whole graph, also where

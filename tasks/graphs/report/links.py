@@ -1,4 +1,4 @@
-"""What a test of links leaves: the pairs of the best and the worst scores, and a picture."""
+"""Callback for tests of link prediction: the best and the worst pairs, and a picture."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ _POINTS = 1000  # of the curve, which is as exact as the picture
 
 
 class LinkReport(Callback):
-    """Writes, at the end of a test of a `LinkPrediction`, which pairs it takes for edges.
+    """Callback that writes, after a test of a `LinkPrediction`, the scores of pairs.
 
     - `scored_pairs.csv`: of the edges that are tested, and of the pairs without an edge that they
       are told from, the most and the least probable: `source`, `target`, behind these `source_name`
@@ -34,7 +34,7 @@ class LinkReport(Callback):
 
     Args:
         folder: created if it does not exist.
-        num_pairs: the most and the least probable of each kind.
+        num_pairs: number of the most and of the least probable pairs of each kind.
 
     Raises:
         ValueError: `num_pairs` below 1.
@@ -80,7 +80,7 @@ class LinkReport(Callback):
 def extremes(
     pairs: Tensor, probability: Tensor, is_edge: Tensor, count: int
 ) -> Iterator[tuple[list[int], int, float]]:
-    """Of edges, and of other pairs, each pair once: the most and then the least probable."""
+    """Return the most and the least probable edges and other pairs, each pair once."""
     for kind in (1, 0):
         numbers = (is_edge == kind).nonzero().flatten().numpy()
         first = np.unique(pairs[:, numbers].numpy(), axis=1, return_index=True)[1]
@@ -90,10 +90,10 @@ def extremes(
 
 
 def draw_scores(probability: Tensor, is_edge: Tensor) -> Figure:
-    """The probabilities of edges and of other pairs beside precision over recall.
+    """Draw the probabilities of edges and other pairs, and precision over recall.
 
     Args:
-        probability, is_edge: of each pair, [pairs].
+        probability, is_edge: one value for each pair, [pairs].
     """
     figure = empty_figure(8, 3.4)
     left, right = figure.subplots(1, 2)

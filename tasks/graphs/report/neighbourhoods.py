@@ -1,4 +1,4 @@
-"""Accuracy by what is around a node: how many neighbours, and how many of them have its label."""
+"""Accuracy by the number of a node's neighbours, and by the share of them with its label."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +14,7 @@ NONE = "none"
 
 
 class GroupScore(NamedTuple):
-    """How many nodes of a group are classified right.
+    """Accuracy in a group of nodes.
 
     `by` is "degree" or "homophily", `group` which of them ("3–4", "0.2–0.4", or "none" without a
     labelled neighbour), `largest_class` the share of the group's largest class, which a model that
@@ -30,7 +30,7 @@ class GroupScore(NamedTuple):
 
 
 def in_degrees(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """How many edges enter each node, self-loops not counted, int64 [nodes]."""
+    """Return the number of edges into each node without self-loops, int64 [nodes]."""
     source, target = edge_index
     return torch.bincount(target[source != target], minlength=num_nodes)
 
@@ -53,7 +53,7 @@ class NeighbourhoodScores(Metric):
     """Accuracy of nodes by degree and by homophily, exact over all batches and processes.
 
     Args:
-        num_classes: of the labels.
+        num_classes: number of classes.
     """
 
     full_state_update: bool = False
@@ -73,8 +73,8 @@ class NeighbourhoodScores(Metric):
         Args:
             right: whether each is classified right, bool [nodes].
             labels: their classes, integers [nodes].
-            degrees: of `in_degrees`, [nodes].
-            homophily: of `label_homophily`, [nodes].
+            degrees: result of `in_degrees`, [nodes].
+            homophily: result of `label_homophily`, [nodes].
         """
         by_degree = torch.where(degrees > 1, degrees.double().log2().ceil().long() + 1, degrees)
         share = (homophily * _SHARES + 1e-6).nan_to_num(_SHARES).long()
@@ -95,7 +95,7 @@ class NeighbourhoodScores(Metric):
 
 
 def _groups() -> Iterator[tuple[str, str]]:
-    """What is grouped by, and the name of each group."""
+    """Return the criterion and the name of each group."""
     for number in range(_DEGREES):
         if number < 3:
             yield "degree", str(number)

@@ -62,10 +62,10 @@ def draw_groups(scores: Sequence[GroupScore]) -> Figure:
 
 
 def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Normalised entropy of each head by layer, and of each layer by degree; 1: uniform attention.
+    """Draw the normalised entropy of each head by layer, and by degree; 1 is uniform attention.
 
     Args:
-        rows: of `attnkit.diagnose_attention`: a mapping for each head, layer by layer.
+        rows: result of `attnkit.diagnose_attention`: a mapping for each head, layer by layer.
     """
     layers = list(dict.fromkeys(layer_of(row) for row in rows))
     colours = matplotlib.colormaps["viridis"]
@@ -111,7 +111,7 @@ def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def layer_of(row: Mapping[str, Any]) -> str:
-    """What a layer is called in table and picture; one that ran several times has a number."""
+    """Return the name of a layer in tables and pictures, with a number if it ran repeatedly."""
     name = row["layer"] or "(model)"
     return f"{name} #{row['call'] + 1}" if row["call"] else name
 

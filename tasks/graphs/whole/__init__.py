@@ -1,1 +1,1 @@
-"""Whole graphs: what a model learns of each graph of many."""
+"""Prediction of whole graphs, or of nodes, in data of many graphs."""

@@ -1,4 +1,4 @@
-"""Data modules of many graphs, with a class or values of each, or of each of their nodes."""
+"""Base class of data modules of many graphs, with targets of graphs or of their nodes."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -25,24 +25,23 @@ from attnkit.tasks.tokens import token_loader
 
 
 class GraphsDataModule(DescribedGraphs):
-    """Many graphs with a class, labels or numbers each, or of each of their nodes; a subclass reads
-    them in `load()`.
+    """Data module of many graphs with targets of graphs or nodes; a subclass reads it in `load()`.
 
     A batch is a `torch_geometric.data.Data` of several graphs without edges between them: `x`,
     `edge_index`, maybe `edge_attr` and `edge_weight`, and `y`, `batch`, `ptr` and `number` as
-    `Graphs.batch` says. To predict is to predict every graph.
+    `Graphs.batch` says. Prediction covers every graph.
 
     Args:
-        level: of what `y` is: "graph", of each graph, or "node", of each node: a model learns the
-            nodes of some graphs, and is tested on those of others.
-        target: what `y` of one is: "classes", an integer; "labels", several of 0 or 1; or
-            "numbers". Of the latter two NaN is unknown and does not count.
-        val_fraction, test_fraction: of the graphs, drawn by `seed`, of each class where there are
-            classes; not used where the data brings splits.
+        level: what has a target `y`: "graph" or "node". With "node", a model is trained on the
+            nodes of some graphs and tested on those of others.
+        target: the kind of `y`: "classes", an integer; "labels", several values 0 or 1; or
+            "numbers". For labels and numbers, NaN is unknown and does not count.
+        val_fraction, test_fraction: shares of the graphs (of each class, if there are classes),
+            drawn by `seed`; not used if the data has splits.
         batch_size: graphs per step and process.
         batch_nodes: instead, nodes per step and process: see `TokenSampler`.
-        num_workers: processes that make batches.
-        seed: of the splits and the order.
+        num_workers: number of processes that make batches.
+        seed: seed of the splits and the order.
 
     Raises:
         ValueError: an argument out of range, or not exactly one of batch_size and batch_nodes.
@@ -99,7 +98,7 @@ class GraphsDataModule(DescribedGraphs):
         """
 
     def place_of(self, graph: int) -> str:
-        """Where a graph comes from, for a message."""
+        """Return where a graph comes from, for messages."""
         return f"data: graph {graph}"
 
     def setup(self, stage: str | None = None) -> None:
@@ -185,7 +184,7 @@ class GraphsDataModule(DescribedGraphs):
         return y[has_target(y)]
 
     def summary(self) -> list[str]:
-        """What was found, in a few lines; after `setup`."""
+        """Return a summary of the data in a few lines; after `setup`."""
         graphs, sizes = self.graphs, self.graphs.sizes
         counts = {name: len(items) for name, items in self.sets.items()}
         what = outputs_text(self.target, self.num_outputs) + " of the nodes" * graphs.of_nodes
@@ -215,14 +214,14 @@ class GraphsDataModule(DescribedGraphs):
         )
 
     def to_explain(self, count: int, numbers: Sequence[int] | None = None) -> tuple[Data, str]:
-        """A batch of graphs for `run=explain`, and how they were chosen.
+        """Return a batch of graphs for `run=explain`, and how they were chosen.
 
         Args:
-            count: how many of the test data, of each class in turn.
-            numbers: of the graphs, instead of `count`.
+            count: number of graphs from the test data, from each class in turn.
+            numbers: numbers of graphs, instead of `count`.
 
         Raises:
-            UserError: there is no such graph, or it has no edges, which are what is explained.
+            UserError: there is no such graph, or it has no edges to explain.
         """
         has_edges = self.graphs.edge_starts.diff() > 0
         for number in numbers or ():

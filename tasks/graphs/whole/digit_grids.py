@@ -20,7 +20,7 @@ class DigitGridsData(GraphsDataModule):
     the graphs differ in size and shape. Source of the digits: UCI (Alpaydin and Kaynak, 1998), the
     part scikit-learn ships.
 
-    `target` says what is learned of a graph: "classes", the digit; "labels", see `digit_labels`;
+    `target` chooses the prediction of a graph: "classes", the digit; "labels", see `digit_labels`;
     "numbers", its ink and the columns from the first to the last pixel of at least half the ink,
     both in pixels.
 

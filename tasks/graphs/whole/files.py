@@ -1,4 +1,4 @@
-"""Many graphs in your own files."""
+"""Data module of many graphs in the user's own files."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,13 +41,13 @@ class GraphsFilesData(GraphsDataModule):
 
     Args:
         root: the folder or .npz.
-        undirected: add the reverse of each edge, and leave each once.
+        undirected: add the reverse of each edge, and merge repeated edges.
 
     The other arguments are those of `GraphsDataModule`.
 
     Raises:
         ValueError: `root` is not there.
-        UserError: in `setup`, if a part lacks or is not as described, with file and line.
+        UserError: in `setup`, if a part is missing or malformed; the message names file and line.
     """
 
     def __init__(self, root: str | Path, *, undirected: bool = False, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Many graphs in one storage, from which a batch is cut by ranges."""
+"""Storage of many graphs, from which batches are cut by ranges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attnkit.tasks.loaders import BatchItems
 
 @dataclass(eq=False)
 class Graphs:
-    """Graphs one behind the other: the nodes of graph i are x[node_starts[i]:node_starts[i + 1]].
+    """Graphs stored in sequence: the nodes of graph i are x[node_starts[i]:node_starts[i + 1]].
 
     x: [nodes, channels], of all graphs.
     edge_index: int64 [2, edges], source in row 0, as numbers of the nodes of all graphs; the edges
@@ -56,7 +56,7 @@ class Graphs:
         *,
         of_nodes: bool = False,
     ) -> Graphs:
-        """The storage of graphs with x, edge_index and y, and maybe edge_attr and edge_weight.
+        """Return the storage of graphs with x, edge_index, y and optional attributes of edges.
 
         Args:
             graphs: `torch_geometric.data.Data` each; without y what it is to learn is unknown.
@@ -65,7 +65,7 @@ class Graphs:
             of_nodes: whether y is of each node, not of the graph.
 
         Raises:
-            UserError: names the first graph that is not as described.
+            UserError: a graph is malformed; the message names the first one.
         """
         place_of = place_of or "data: graph {}".format
         found = list(graphs)
@@ -109,7 +109,7 @@ class Graphs:
 
     @property
     def has_target(self) -> Tensor:
-        """Of which graphs something is known to learn, bool [graphs]."""
+        """Return which graphs have a known target, bool [graphs]."""
         known = has_target(self.y)
         if not self.of_nodes:
             return known
@@ -154,8 +154,8 @@ class GraphItems(BatchItems):
 
     Args:
         graphs: all of them.
-        numbers: int64 [graphs], which are meant.
-        batch_tokens: nodes of a batch, for `TokenSampler`; None: a batch is so many graphs.
+        numbers: int64 [graphs], the numbers of the graphs in this set.
+        batch_tokens: nodes in a batch, for `TokenSampler`; None: batches have a number of graphs.
     """
 
     def __init__(self, graphs: Graphs, numbers: Tensor, batch_tokens: int | None = None) -> None:
@@ -172,7 +172,7 @@ class GraphItems(BatchItems):
         return self.graphs.sizes[self.numbers]
 
     def __getitems__(self, numbers: Sequence[int] | Sequence[list[int]]) -> Data:
-        """One batch of these, or of a list of them that a `TokenSampler` gives."""
+        """Return one batch of these graphs, or of a list of them from a `TokenSampler`."""
         flat = torch.tensor(numbers, dtype=torch.int64).flatten()
         return self.graphs.batch(self.numbers[flat])
 
@@ -183,7 +183,7 @@ def joined_targets(
     place_of: Callable[[int], str],
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """The targets of all graphs as one tensor, see `Graphs.y`; a `UserError` names a wrong one.
+    """Return the targets of all graphs as one tensor (see `Graphs.y`), after checking them.
 
     Args:
         found: y of each graph; None: unknown.
@@ -227,7 +227,7 @@ def joined_targets(
 
 
 def _fault(graph: Data, first: Data, carried: Sequence[str]) -> str:
-    """What is wrong with a graph; empty if nothing is."""
+    """Return what is wrong with a graph, or an empty text."""
     if not isinstance(graph, Data):
         return f"expected a Data, got {type(graph).__name__}"
     x, edge_index = graph.get("x"), graph.get("edge_index")

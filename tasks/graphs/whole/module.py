@@ -1,4 +1,4 @@
-"""The LightningModules of whole graphs: a class, several labels or numbers of each."""
+"""LightningModules that predict a class, several labels or numbers of each graph."""
 
 import inspect
 from typing import Any
@@ -14,7 +14,7 @@ from attnkit.tasks.graphs.module import OfGraphs, beside
 
 
 class WholeGraphs(OfGraphs):
-    """What all modules of whole graphs do, whatever is learned of a graph.
+    """Base class of all modules that predict whole graphs.
 
     A batch is one of `GraphsDataModule`. The model is given the nodes and edges of all its graphs,
     `batch`, the graph of each node, and returns a row for each graph: with attnkit's models
@@ -33,10 +33,10 @@ class WholeGraphs(OfGraphs):
             )
 
     def outputs(self, batch: Data) -> Tensor:
-        """What the model says of each graph of a batch, [graphs, num_outputs].
+        """Return the model's outputs for each graph of a batch, [graphs, num_outputs].
 
         Raises:
-            UserError: it does not return a row for each graph.
+            UserError: the model does not return a row for each graph.
         """
         given: dict[str, Any] = {**beside(self.model, batch), "batch": batch.batch}
         count = len(batch.ptr) - 1
@@ -69,7 +69,7 @@ class WholeGraphs(OfGraphs):
 
 
 class GraphClassification(LearnsClasses, WholeGraphs):
-    """One class per graph: cross-entropy, accuracy and what `ClassificationModule` logs.
+    """Predicts one class per graph: cross-entropy, accuracy and what `ClassificationModule` logs.
 
     Args:
         model: (x [nodes, in_channels], edge_index [2, edges], batch [nodes]) to logits [graphs,
@@ -83,7 +83,7 @@ class GraphClassification(LearnsClasses, WholeGraphs):
     """
 
     def explained(self, batch: Data) -> Explained:
-        """What `attnkit.explain` is given of a batch: each graph by itself."""
+        """Return the inputs of `attnkit.explain`: each graph of a batch by itself."""
         inputs = []
         for graph, start in enumerate(batch.ptr[:-1].tolist()):
             edges = batch.batch[batch.edge_index[0]] == graph
@@ -101,13 +101,13 @@ class GraphClassification(LearnsClasses, WholeGraphs):
 
 
 class GraphValues(LearnsValues, WholeGraphs):
-    """Several labels, or numbers, of each graph: see `ValuesModule`.
+    """Predicts several labels or numbers of each graph: see `ValuesModule`.
 
     Args:
-        model: as of `GraphClassification`, to [graphs, num_outputs].
+        model: as for `GraphClassification`, with output [graphs, num_outputs].
         optimizer, scheduler, finetune: see `TaskModule`.
         target: "labels" or "numbers".
-        num_outputs: labels or numbers of a graph.
-        class_names: of these, for tables; "0", "1", … unless given.
+        num_outputs: number of labels or numbers of a graph.
+        class_names: names of the outputs, for tables; "0", "1", … unless given.
         in_channels: features of a node; data with others is then refused.
     """

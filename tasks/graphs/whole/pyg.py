@@ -1,4 +1,4 @@
-"""Any data set of many graphs that comes with torch_geometric."""
+"""Data module of the data sets of many graphs in torch_geometric."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ class PyGGraphsData(GraphsDataModule):
     val, test) is read with each; the graphs of others are split by `seed`.
 
     Args:
-        name: of the class.
+        name: the name of the class.
         root: for classes that read or download files; None: a cache folder.
         options: further arguments of the class; plain values.
 

@@ -23,7 +23,7 @@ SHIPPED = [
     # choices, groups and keys
     ("model=vit_tinny", "model has no choice 'vit_tinny'; did you mean vit_tiny?"),
     ("task=vitt", "task has no choice 'vitt'; did you mean vit?"),
-    ("task=captioning level=graph", "level=graph: the task has no levels; leave it out, or take"),
+    ("task=captioning level=graph", "level=graph: the task has no levels; leave it out, or choose"),
     ("task=vit level=graph", "level=graph: task=vit has image and image_values"),
     ("task=graph level=image", "level=image: task=graph has node and node_values and link and"),
     ("task=graph level=grph", "level=grph: level has no choice 'grph'; did you mean graph?"),
@@ -156,7 +156,7 @@ SHIPPED = [
     ),
     ("run=reproduce reproduce.minutes=-1", "reproduce.minutes: expected more than 0, got -1"),
     ("run=reproduce experiment=cora", "not for run=reproduce, which runs records as they are"),
-    ("run=reproduce data.batch_size=3", "as they are; of data only data.root=PATH"),
+    ("run=reproduce data.batch_size=3", "as they are; below data only data.root=PATH"),
     ("run=reproduce model.depth=3", "model.depth=3: has no effect in run=reproduce; only in run="),
     ("reproduce.name=cora", "has no effect in run=train; only in run=reproduce"),
     ("-m run=reproduce reproduce.name=cora,pubmed", "run=reproduce: not with -m"),
@@ -282,7 +282,7 @@ FILES = {
     "indentation": ("module:\n  width: 3\n lr: 2", "not valid YAML", "wrong.yaml:6:2"),
     "merge": ("module: {<<: [1]}", "not valid YAML: expected a mapping for merging", ":4:15"),
     "nothing printed": ("vars: \x00", "wrong.yaml: not valid YAML", ""),
-    "too deep": (f"vars: {'[' * 300}{']' * 300}", "or too deep", "wrong.yaml"),
+    "too deep": (f"vars: {'[' * 300}{']' * 300}", "nested too deeply", "wrong.yaml"),
     "environment": ("vars: {a: '${oc.env:NOT_SET}'}", "'NOT_SET' not found", "wrong.yaml:4"),
     "defaults of itself": ("defaults: [wrong, _self_]", "lead back to themselves", "wrong.yaml"),
     "defaults as a text": ("defaults: mine", "must be a list (got str)", "wrong.yaml"),
@@ -342,7 +342,7 @@ def test_constructor_has_the_last_word(mine):
 
 
 def test_part_the_module_does_not_take(mine):
-    _check(mine("optimizer=sgd"), "takes no argument 'optimizer', so this would do nothing")
+    _check(mine("optimizer=sgd"), "takes no argument 'optimizer', so it has no effect")
 
 
 def test_module_that_changes_between_two_commands_is_read_again(attnkit, hers, tmp_path):

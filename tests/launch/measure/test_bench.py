@@ -83,7 +83,7 @@ def test_units():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("trainer=cpu_ddp", "run=bench: one process"),
+        ("trainer=cpu_ddp", "run=bench: expected one process"),
         ("seeds=2", "seeds=2: has no effect in run=bench"),
         ("-m seed=0,1", "run=bench: not with -m"),
         ("trainer.max_steps=2", "run=bench: needs more than 3 steps"),

@@ -144,7 +144,7 @@ def test_a_task_of_ones_own_and_no_end(mine, hers):
     assert done.code == 0, done.err
     said = " ".join(re.findall(r"not known +│ (.*?) +│", done.out))
     assert "the time: neither trainer.max_epochs nor max_steps ends it" in said
-    assert "what 2 processes wait for each other" in said
+    assert "the time that 2 processes wait for each other" in said
     assert "no attention ran" in done.out
     assert "multiply-adds of a sample" in done.out
     assert before.keys() == files(hers).keys()

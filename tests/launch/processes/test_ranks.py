@@ -30,7 +30,7 @@ def said(done) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "code", "lines"),
     [
-        ("kill", 1, ["attnkit: rank 1: killed by SIGKILL", "  the system does so to"]),
+        ("kill", 1, ["attnkit: rank 1: killed by SIGKILL", "  the system kills processes"]),
         (
             "raise",
             1,
@@ -176,7 +176,7 @@ WORKERS = [
         1,
         [
             ("attnkit: DataLoader worker (pid", "attnkit: a DataLoader worker has ended"),
-            "  the system kills what takes too much memory",
+            "  the system kills processes that take too much memory",
         ],
     ),
     ("raise", 1, ["attnkit: RuntimeError: fails on purpose", "  in mischief.py:"]),

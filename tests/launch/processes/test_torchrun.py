@@ -71,7 +71,7 @@ def test_who_has_started_this_process(monkeypatch, capsys, given, name):
     found = launched()
     assert (found and (found.name, found.rank, found.world)) == (name and (name, 0, 2))
     assert ("SLURM_NTASKS" in os.environ) == (name is not None)  # Lightning reads it, too
-    said = "this is one process, though SLURM's job has 2 tasks: srun attnkit … starts all\n"
+    said = "this is one process, but SLURM's job has 2 tasks; srun attnkit … starts all\n"
     assert capsys.readouterr().err == ("" if given else said)
 
 

@@ -74,7 +74,7 @@ def test_the_metric_alone_is_enough(scored):
         ),
         (
             ("callbacks.checkpoint.monitor=val/score",),
-            "callbacks.checkpoint.mode: expected min or max: whether less or more of 'val/score'",
+            "callbacks.checkpoint.mode: expected min or max: the name of 'val/score' does not show",
         ),
     ],
 )

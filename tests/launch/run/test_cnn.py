@@ -115,7 +115,7 @@ def test_all_in_one_table(attnkit):
         ("attention.kernel=3", "attention.kernel: attnkit.layers.SqueezeExcitation has no such"),
         ("model.where=layer9*", "where: expected 'blocks', 'stages' or a glob"),
         ("backbone.num_blocks=0", "num_blocks: expected at least 1, got 0"),
-        ("task=vit", "ViT takes no argument 'attention', so this would do nothing"),
+        ("task=vit", "ViT takes no argument 'attention', so it has no effect"),
     ],
 )
 def test_wrong_settings(attnkit, override, message):

@@ -165,4 +165,4 @@ def test_bad_words(attnkit, words, message):
 def test_a_task_whose_module_does_not_take_it(mine):
     done = mine("finetune=lora", "run_dir=run")
     assert done.code == 2
-    assert "takes no argument 'finetune', so this would do nothing" in done.err
+    assert "takes no argument 'finetune', so it has no effect" in done.err

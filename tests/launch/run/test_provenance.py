@@ -151,7 +151,7 @@ def test_a_run_from_before_there_were_levels_is_of_the_default_one():
     saved = {key: value for key, value in composed.items() if key != "level"}
     config = composer.overlay(saved, ["task=graph", "level=node", "seed=3"])
     assert config.seed == 3
-    with pytest.raises(UserError, match="level=link: that run is of level node"):
+    with pytest.raises(UserError, match="level=link: the saved run is of level node"):
         composer.overlay(saved, ["task=graph", "level=link"])
 
 
@@ -163,7 +163,7 @@ def test_a_run_from_before_there_were_levels_is_of_the_default_one():
         (("--config", "old", "resume=old"), "--config: begins a new run; not with resume="),
         (("--config", "old", "run=test", "ckpt=old"), "--config: begins a new run"),
         (("--config", "old", "model.depht=3"), "did you mean depth?"),
-        (("--config", "old", "task=graph"), "task=graph: that run is of task vit"),
+        (("--config", "old", "task=graph"), "task=graph: the saved run is of task vit"),
         (("--config", "notes"), "not the configuration of a run"),
     ],
 )

@@ -181,7 +181,7 @@ def test_minutes_and_another_end_are_refused(mine, limit):
     done = mine("run_dir=run", "trainer.minutes=1", f"trainer.{limit}")
     assert done.code == 2
     name = limit.partition("=")[0]
-    assert f"trainer.{name}: trainer.minutes decides how long: one of the two" in done.err
+    assert f"trainer.{name}: not together with trainer.minutes; give one" in done.err
     assert done.err.count("\n") <= 3
     assert not Path("run").exists()
 

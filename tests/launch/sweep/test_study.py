@@ -106,8 +106,8 @@ def test_values_come_back_exactly(composer):
         ("hydra.sweeper.pruner=medain", "did you mean median?"),
         ("hydra.sweeper.sampler_options.n_startup=3", "did you mean n_startup_trials?"),
         ("hydra.sweeper.pruner=percentile", "pruner_options.percentile: missing"),
-        ("hydra.sweeper.metric=test/loss", "a study must not choose by the test"),
-        ("hydra.sweeper.metric=val/score", "whether less or more of 'val/score' is better"),
+        ("hydra.sweeper.metric=test/loss", "a study must not choose by a test metric"),
+        ("hydra.sweeper.metric=val/score", "the name of 'val/score' does not show"),
         ("hydra.sweeper.direction=minimize", "direction: needs hydra.sweeper.metric"),
         ("hydra.sweeper.n_jobs=2", "hydra/launcher=basic runs one at a time"),
         ("hydra.sweeper.storage=nosuch://x/y", "Optuna can't use the storage nosuch://x/y"),
@@ -229,7 +229,7 @@ def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     assert again.out.splitlines().count(f"  {best}") == 1
     done = mine(*search, "module.lr=interval(1e-3,1e-2)", *better, "run_dir=three")
     assert done.code == 2
-    assert "is a study with another" in done.err
+    assert "this study has another" in done.err
 
 
 KILLED = """\
@@ -274,7 +274,7 @@ def test_killed_while_it_asks(attnkit, found, hers):
 
     done = attnkit("-m", "resume=sweep", "--config-dir", hers, "hydra.sweeper.n_trials=1")
     assert done.code == 0, done.err
-    assert "hydra.sweeper.n_trials=1: it has 2 already; no further one is chosen" in done.out
+    assert "hydra.sweeper.n_trials=1: the study has 2 already; no more are chosen" in done.out
     assert found.states("sweep") == ["done", "done"]
 
 

@@ -108,7 +108,7 @@ def test_a_lock_alone_is_no_beginning(record, found):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "of version 2, this attnkit reads version 1"),
+        ({"version": 2}, "has version 2, this attnkit reads version 1"),
         ({"keys": "x"}, "keys: expected texts"),
         ({"trials": [{"number": 0, "folder": "../x", "overrides": []}]}, "folder: expected a name"),
         ({"trials": [{"number": 0, "folder": "", "overrides": []}]}, "folder: expected a name"),
@@ -247,7 +247,7 @@ def test_resume_and_retry(halted, attnkit, found, hers):
         ("sweep=x", "only in run=retry"),
         ("-m run=retry sweep=x seed=1,2", "run=retry: not with -m"),
         ("-m seed=1,2 hydra/launcher=slurm", "there is no launcher of this name"),
-        ("-m seed=1,2 hydra/sweeper=other", "attnkit makes the combinations itself"),
+        ("-m seed=1,2 hydra/sweeper=other", "attnkit itself combines the values"),
         ("-m optimizer.lr=interval(1e-4,1e-2)", "let Optuna choose: hydra/sweeper=optuna"),
         ("-m optimizer=glob(zz*)", "glob(…) matches no choice of its group"),
         ("seed=1 hydra/sweeper=optuna", "hydra/sweeper=optuna: only with -m"),

@@ -245,8 +245,8 @@ def test_what_is_refused(teacher, capsys):
         (["distill.teacher=."], "distill.teacher: no checkpoints/best.ckpt in"),
         ([f"distill.teacher={teacher}", "task=graph"], "distill.teacher: NodeClassification is no "
          "classifier of images"),
-        (["distill.weight=0.9"], "distill.weight=0.9: given without distill.teacher"),
-        (["distill={weight:0.9}"], "distill={weight:0.9}: given without distill.teacher"),
+        (["distill.weight=0.9"], "distill.weight=0.9: has no effect without distill.teacher"),
+        (["distill={weight:0.9}"], "distill={weight:0.9}: has no effect without distill.teacher"),
     ):  # fmt: skip
         assert main(["task=vit", "run_dir=student", "trainer=cpu", *words]) == 2
         said = capsys.readouterr().err
