@@ -238,20 +238,20 @@ def _accuracies(
             f"labels: expected one for each row of the model's logits {shape}, got "
             f"{list(labels.shape)}"
         )
-    not_uniform: list[str] = []
+    others: list[str] = []
 
     def hear(call: Call) -> None:
         if isinstance(call, EdgeCall):
             distance = measure_edges(call, Sampling(compared=0, pairs=0))[0].get("uniform")
             if distance is None or bool((distance < 1e-3).all()):
                 return
-        not_uniform.append(call.layer)
+        others.append(call.layer)
 
     with undisturbed(model), _uniform_attention(model), told_of_attention(model, hear):
         uniform = model(*args, **kwargs)
-    if not_uniform:
+    if others:
         raise ValueError(
-            f"labels: the attention of {not_uniform[0] or '(itself)'} cannot be made uniform; expected "
+            f"labels: the attention of {others[0] or '(itself)'} cannot be made uniform; expected "
             "attnkit.GraphAttention or a convolution of torch_geometric alone"
         )
     counted = labels >= 0
