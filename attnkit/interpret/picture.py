@@ -75,7 +75,7 @@ def as_numbers(values: Tensor | np.ndarray) -> np.ndarray:
 
 
 def overlay_scale(maps: Iterable[Tensor | np.ndarray], *, is_signed: bool = False) -> Scale:
-    """Return the scale of `scale_of` for maps that are multiplied onto a light image: 0 is white."""
+    """Return a shared scale of maps that are multiplied onto a light image: 0 is white."""
     low, high, name = scale_of(maps, is_signed=is_signed)
     return Scale(low, high, name if is_signed else OVERLAY)
 

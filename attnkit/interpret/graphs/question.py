@@ -253,7 +253,7 @@ class GraphQuestion(Target):
         return calls, y
 
     def reached(self, num_hops: int, num_nodes: int = 0) -> Tensor:
-        """Return the nodes that reach the explained one in at most `num_hops` steps, [nodes] bool."""
+        """Return which nodes reach the explained one in at most `num_hops` steps, [nodes]."""
         steps = steps_to(self.index, self.edge_index, num_nodes)
         return (steps >= 0) & (steps <= num_hops)
 

@@ -29,7 +29,7 @@ class Step:
     is_used: bool = True
 
     def kept(self, r: Tensor) -> Tensor:
-        """Propagate relevance through the residual connection, [batch, queries] to [batch, tokens]."""
+        """Propagate relevance through the residual, [batch, queries] to [batch, tokens]."""
         tokens = r.new_zeros(len(r), self.num_tokens)
         return tokens if self.rows is None else tokens.index_add_(1, self.rows, r)
 

@@ -146,7 +146,7 @@ def _until_read(calls: list[Any], y: Tensor, question: Question) -> tuple[list[A
 
 
 def token_layers(question: Question) -> list[str]:
-    """Return the names of the attention layers if all attend over a whole image's tokens, else []."""
+    """Return the attention layers' names if all attend over a whole image's tokens, else []."""
     try:
         with torch.no_grad(), watch_attention(question.model) as calls:
             question.forward(question.images.clone())

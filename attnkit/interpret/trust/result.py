@@ -75,7 +75,7 @@ class Fall(NamedTuple):
         curves: Mapping[str, Annotated[Tensor, "orders batch points"]],
         symbol: str = "p",
     ) -> Fall:
-        """Return the fall at the point of `Trust.curves` that is nearest to a share of the patches."""
+        """Return the fall at the point of `Trust.curves` that is nearest to `share`."""
         point = 1 + int((removed[1:-1] - share).abs().argmin())
         random = curves["random"][..., point].mean(dim=1)
         middle, error = float(random.mean()), float(random.std() / len(random) ** 0.5)
