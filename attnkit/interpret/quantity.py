@@ -1,4 +1,4 @@
-"""The quantity that is reported for a class: its probability, logit, or a function of the logits."""
+"""The quantity that is reported for a class: its probability, logit or a function of logits."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -79,7 +79,7 @@ def quantity_of(logits: Tensor, of: Of = "probability") -> Quantity:
 
 
 def is_distribution(outputs: Tensor) -> bool:
-    """Return whether a model's outputs [..., classes] are probabilities, by their signs and sums."""
+    """Return whether a model's outputs [..., classes] are probabilities, by signs and sums."""
     if outputs.shape[-1] == 1 or bool((outputs < 0).any()):
         return False
     halves = torch.bfloat16, torch.float16

@@ -1,4 +1,4 @@
-"""The rows, table and findings of a report for each kind: images, sentences, nodes, pairs, graphs."""
+"""The rows, table and findings of a report on images, sentences, nodes, pairs or graphs."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class HANAttention(TypedNodeAttention):
         return outputs
 
     def _over_types(self, of_types: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """Return the weighted mean of the edge types' outputs [nodes, channels], and the weights."""
+        """Return the weighted mean of the edge types' outputs, and the weights."""
         if not of_types:
             return None, None
         stacked = torch.stack(of_types)
