@@ -125,8 +125,8 @@ class Examination:
                     self.tell(what, case, seen)
 
     def refused(self, case: Case, refusal: Refused) -> None:
-        """Report a refusal that is a fault: of an attention without mask and bias, or of a number of
-        tokens if 64 tokens work. A forced kernel of torch may refuse by "No available kernel"."""
+        """Report a refusal that is a fault: of a plain attention, or of a number of tokens if 64
+        tokens work. A forced kernel of torch may refuse by "No available kernel"."""
         raised = refusal.__cause__
         self.reason = self.reason or str(refusal).splitlines()[0]
         if raised is None or self.attention.is_ours or self.has_raised:
@@ -419,7 +419,7 @@ def _largest(tensors: Sequence[Tensor]) -> float:
 
 
 def _worst(error: Tensor, name: str, limit: float) -> tuple[float, str]:
-    """Return the largest error, inf for NaN, and the place of the first above the limit in words."""
+    """Return the largest error, inf for NaN, and in words the first one above the limit."""
     error = error.detach().nan_to_num(inf, posinf=inf)
     worst = error.max().item()
     if not worst > limit:
