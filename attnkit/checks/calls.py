@@ -1,4 +1,4 @@
-"""How a module is called: tokens and a mask in, tokens out, whatever its own forward takes."""
+"""Adapters that call a module with tokens and a mask, whatever its own forward takes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def on_complete_graph(module: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor
 
 
 def default_call(module: nn.Module) -> Call:
-    """The call of the modules of torch and attnkit that are known here; else `module(tokens)`."""
+    """Return the call of a known module of torch or attnkit, else `module(tokens)`."""
     if isinstance(module, MultiHeadAttention):
         return _attnkit_multihead
     if isinstance(module, nn.MultiheadAttention):
@@ -48,7 +48,7 @@ def default_call(module: nn.Module) -> Call:
 
 
 def takes_mask(call: Call) -> bool:
-    """Whether a call takes (module, tokens, mask) and not (module, tokens) alone."""
+    """Return whether a call takes (module, tokens, mask) rather than only (module, tokens)."""
     if not callable(call):
         raise TypeError(f"call: expected a function, got {type(call).__name__}")
     signature = inspect.signature(call)

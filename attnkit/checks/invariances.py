@@ -1,4 +1,4 @@
-"""Checks that need no mask: shapes, who sees whom, the order of tokens, the batch's other items."""
+"""Checks without a mask: shapes, causality, order of tokens, independence of batch items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnkit.checks.subject import MODES, Mode, Subject, difference, own, within
 
 
 def output(subject: Subject) -> Outcome:
-    """Finite, in the dtype and on the device of the tokens, which stay as they were."""
+    """Check that outputs are finite, keep dtype and device, and that the input is not changed."""
     problems = []
     for mode in MODES:
         tokens = subject.tokens
@@ -28,7 +28,7 @@ def output(subject: Subject) -> Outcome:
 
 
 def mixing(subject: Subject) -> Outcome:
-    """Outputs see other tokens; where none does, the other checks would pass for nothing."""
+    """Check that outputs see other tokens; otherwise the other checks would prove nothing."""
     sees = within_items(subject.sees())
     if not (sees & ~own(sees)).any():
         return "fail", "no output sees another token, so the other checks prove nothing"
@@ -39,10 +39,10 @@ def mixing(subject: Subject) -> Outcome:
 
 
 def permutation(subject: Subject) -> Outcome:
-    """Permuted tokens give the output permuted likewise."""
+    """Check whether permuted tokens give the permuted output."""
     generator = torch.Generator().manual_seed(subject.seed)
     shuffled = torch.randperm(subject.num_tokens, generator=generator)
-    # a mirror image or a shift may pass unfelt by positions; a swap of neighbours does not
+    # relative positions may not change under a mirror image or a shift, but do under a swap
     swapped = torch.arange(subject.num_tokens)
     swapped[:2] = torch.tensor([1, 0])
     before = subject.output(subject.tokens)
@@ -56,12 +56,12 @@ def permutation(subject: Subject) -> Outcome:
 
 
 def causality(subject: Subject) -> Outcome:
-    """No output depends on later tokens, by gradients and by values."""
+    """Check that no output depends on later tokens, by gradients and by values."""
     leaks = torch.zeros(subject.num_tokens, subject.num_tokens, dtype=torch.bool)
     for mode in MODES:
         leaks |= within_items(subject.sees(mode=mode)).any(dim=0).cpu().triu(1)
     by_gradient = int(leaks.sum())
-    # what is detached or has no gradient shows in values only
+    # a detached dependency, or one without a gradient, shows only in values
     before = subject.output(subject.tokens)
     for first in range(1, subject.num_tokens):
         changed = subject.tokens
@@ -77,7 +77,7 @@ def causality(subject: Subject) -> Outcome:
 
 
 def batch(subject: Subject) -> Outcome:
-    """In eval, an item's output does not depend on the other items, nor on their number."""
+    """Check that in eval an item's output does not depend on other items, nor on their number."""
     verdict, seen = _neighbours(subject, "eval")
     alone = max(
         difference(subject.output(subject.tokens[item : item + 1]), together[None])
@@ -89,7 +89,7 @@ def batch(subject: Subject) -> Outcome:
 
 
 def batch_training(subject: Subject) -> Outcome:
-    """In training, an item's output does not depend on the other items."""
+    """Check that in training an item's output does not depend on the other items."""
     return _neighbours(subject, "training")
 
 

@@ -1,4 +1,4 @@
-"""Checks of the mask: who is seen, what padding may hold, and items that may look nowhere."""
+"""Checks of the mask: which tokens are seen, values of padding, and fully masked items."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from attnkit.checks.report import Outcome, Verdict, share, within
 from attnkit.checks.subject import MODES, Mode, Subject, difference, own, within_items
 
-DEAD = 1  # between two living items, so that what spreads meets one on each side
+DEAD = 1  # the fully masked item is between two others, which would show a spread to either side
 NOT_FINITE: Outcome = ("fail", "NaN or infinite")
 
 
 def mask(subject: Subject) -> Outcome:
-    """The tokens seen are those where the mask is True, by gradients."""
+    """Check by gradients that the tokens seen are those where the mask is True."""
     lengths = subject.lengths()
-    # not the first item: without padding, it may look nowhere in a module that inverts the mask
+    # without the first item, which has no padding: an inverted mask would hide all its tokens
     sees, real = within_items(subject.sees(lengths))[1:], lengths[1:]
     sees = sees & ~own(sees)
     sees_kept = (sees & real[:, None, :]).any()
@@ -33,15 +33,15 @@ def mask(subject: Subject) -> Outcome:
 
 
 def padding(subject: Subject) -> Outcome:
-    """Other values at masked tokens, and large ones, change nothing for the real tokens."""
+    """Check that other values at masked tokens, and large ones, do not change the real tokens."""
     large = subject.others * min(1e4, torch.finfo(subject.dtype).max ** 0.25)
     return _padded_with(subject, {"other": subject.others, "large": large}, "fail")
 
 
 def padding_nonfinite(subject: Subject) -> Outcome:
-    """NaN and infinity at masked tokens change nothing for the real tokens.
+    """Check whether NaN and infinity at masked tokens change the real tokens.
 
-    A note where they do: 0 · NaN is NaN in every product of weights and values.
+    It is a note if they do, since 0 · NaN is NaN in every product of weights and values.
     """
     empty = torch.empty_like(subject.tokens)
     values = {"NaN": empty.fill_(torch.nan), "infinite": torch.full_like(empty, torch.inf)}
@@ -49,7 +49,7 @@ def padding_nonfinite(subject: Subject) -> Outcome:
 
 
 def padding_appended(subject: Subject) -> Outcome:
-    """Padding appended to a batch changes nothing, in eval: it would draw another dropout."""
+    """Check that appended padding changes nothing; in eval, since dropout would differ."""
     short = subject.tokens[:, :-2]
     whole = subject.tokens
     real = subject.everything()
@@ -61,9 +61,9 @@ def padding_appended(subject: Subject) -> Outcome:
 
 
 def dead_rows(subject: Subject) -> Outcome:
-    """An item that may look nowhere gives finite outputs and gradients, alone and to others.
+    """Check that a fully masked item has finite outputs and gradients, as have the other items.
 
-    A note where it sees what is masked, or is one thing in training and another in evaluation.
+    It is a note if the item sees masked tokens, or differs between training and evaluation.
     """
     nowhere = subject.everything()
     nowhere[DEAD] = False
@@ -79,7 +79,7 @@ def dead_rows(subject: Subject) -> Outcome:
             found[mode] = NOT_FINITE
     used = subject.output(subject.tokens, nowhere)
     if not subject.is_close(used, outputs["eval"]) and _value(used) != found["eval"]:
-        # other code ran, which has no gradients to be asked for
+        # another code path ran without gradients
         outputs["eval without gradients"] = used
         found["eval without gradients"] = _value(used)
     where: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Checks of what is random: dropout in training only, and nothing else."""
+"""Checks of randomness: only dropout may be random, and only in training."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from attnkit.checks.report import Outcome, share, within
 from attnkit.checks.subject import MODES, Subject, difference
 
-SEEDS = 16  # calls in training that must all be equal before we say that nothing is random
+SEEDS = 16  # number of equal calls in training after which nothing counts as random
 RUNS = 3
 
 
 def dropout(subject: Subject) -> Outcome:
-    """Eval repeats itself; training is random where there is dropout, else it equals eval."""
+    """Check that eval repeats, and that training is random with dropout, else equal to eval."""
     first = subject.output(subject.tokens)
     found = difference(subject.output(subject.tokens, seed=1), first)
     if found:
@@ -31,7 +31,7 @@ def dropout(subject: Subject) -> Outcome:
 
 
 def determinism(subject: Subject) -> Outcome:
-    """The same seed and input give the same output and gradients, to the bit."""
+    """Check that the same seed and input give bit-identical output and gradients."""
     used = subject.output(subject.tokens)
     first = {mode: subject.gradients(None, mode) for mode in MODES}
     for _ in range(RUNS - 1):

@@ -1,4 +1,4 @@
-"""What was found: one finding a check, and the table of them."""
+"""The findings of the checks, and their table."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["pass", "fail", "note", "skipped"]
-"""fail: wrong for any attention. note: found, and right or wrong by what the module is for.
-skipped: could not be checked, `seen` says why."""
+"""fail: wrong for any attention. note: right or wrong depending on the purpose of the module.
+skipped: could not be checked; `seen` has the reason."""
 
 Outcome = tuple[Verdict, str]
-"""What a check returns: its verdict and, in one line, what was seen."""
+"""The result of a check: its verdict and, in one line, what was observed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's verdict, and in one line what was seen."""
+    """The verdict of a check, and in one line what was observed."""
 
     check: str
     verdict: Verdict
@@ -27,8 +27,8 @@ class Finding:
 class Report:
     """The findings on one module: `report["causality"].verdict`, `print(report)`.
 
-    True where no check failed. Notes and skipped checks do not fail: read the table, or say in
-    `attnkit.assert_attention(…, expect={check: verdict})` which verdict is yours.
+    It is true if no check failed. Notes and skipped checks do not fail: read the table, or state
+    the expected verdicts in `attnkit.assert_attention(…, expect={check: verdict})`.
     """
 
     subject: str
@@ -58,7 +58,7 @@ class Report:
     def __str__(self) -> str:
         rows = [("check", "verdict", "seen")]
         for finding in self.findings:
-            # in capitals, so that it is found in a long log
+            # capitals are easy to find in a long log
             verdict = "FAIL" if finding.verdict == "fail" else finding.verdict
             rows.append((finding.check, verdict, finding.seen))
         width = max(len(check) for check, _, _ in rows)
@@ -67,10 +67,10 @@ class Report:
 
 
 def share(found: float) -> str:
-    """A difference that is too large, in words."""
+    """Return a difference that is too large, in words."""
     return "NaN or infinity" if found == float("inf") else f"{found:.1e} of the largest value"
 
 
 def within(found: float) -> str:
-    """How equal: "to the bit", or within what."""
+    """Return the precision of an equality, in words: "to the bit" or "within …"."""
     return f"within {found:.0e}" if found else "to the bit"

@@ -1,4 +1,4 @@
-"""`check_attention` and `assert_attention`: all checks on one module."""
+"""`check_attention` and `assert_attention` run all checks on one module."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def check_attention(
         print(report)
 
     The module runs on three items of random tokens, in its own dtype and on its own device, in
-    training and in evaluation mode. "a sees b" is a gradient of output a by token b that is not
-    zero.
+    training and in evaluation mode. "a sees b" means that the gradient of output a at token b is
+    not zero.
 
     | check              | what is checked                                                      |
     |--------------------|----------------------------------------------------------------------|
@@ -81,21 +81,21 @@ def check_attention(
     attribute, is not.
 
     Args:
-        module: on the device and in the dtype to check it in. Random weights are best: where an
-            output projection or a layer scale starts at 0, nothing is seen.
+        module: the module, on the device and in the dtype to check. Random weights are best: an
+            output projection or a layer scale that starts at 0 hides all dependencies.
         dim: channels of a token.
-        call: `(module, tokens)`, or for the checks of the mask `(module, tokens, mask)`, to an
-            output [batch, tokens, channels]. tokens [batch, tokens, dim]; mask boolean
-            [batch, tokens], True = a real token. None: known for attnkit's MultiHeadAttention,
-            torch's MultiheadAttention, TransformerEncoderLayer and TransformerEncoder, which get
-            the mask; any other module is called `module(tokens)`. For graph modules there is
-            `attnkit.checks.on_complete_graph`.
+        call: function of `(module, tokens)`, or for the checks of the mask of
+            `(module, tokens, mask)`, that returns an output [batch, tokens, channels]. tokens
+            [batch, tokens, dim]; mask boolean [batch, tokens], True = a real token. None: attnkit's
+            MultiHeadAttention, torch's MultiheadAttention, TransformerEncoderLayer and
+            TransformerEncoder are called with the mask, any other module as `module(tokens)`. For
+            graph modules there is `attnkit.checks.on_complete_graph`.
         causal: whether outputs may not see later tokens.
         checks: the names of some checks; None: all, `attnkit.checks.CHECKS`.
-        num_tokens: at least 4.
-        tolerance: the difference allowed where sums may be taken in another order, as a share of
-            the largest value; None: eps^¾ of the dtype, 6e-6 in float32.
-        seed: of the tokens and of the dropout.
+        num_tokens: number of tokens, at least 4.
+        tolerance: allowed difference if sums may be taken in another order, relative to the
+            largest value; None: eps^¾ of the dtype, 6e-6 in float32.
+        seed: seed of the tokens and of the dropout.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or `call` does not return such an output.
@@ -121,7 +121,7 @@ def check_attention(
 def assert_attention(
     module: nn.Module, dim: int, *, expect: Mapping[str, Verdict] | None = None, **options: Any
 ) -> Report:
-    """`check_attention` for a test: AssertionError with the table unless the module passes.
+    """Run `check_attention` in a test; raise an AssertionError unless the module passes.
 
         attnkit.assert_attention(MyAttention(64), dim=64, expect={"permutation": "pass"})
 

@@ -1,4 +1,4 @@
-"""The module under check: how it is run, what its outputs see, and how it is left unchanged."""
+"""The module under check: its runs, what its outputs see, and the restoration of its state."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MODES: tuple[Mode, ...] = ("eval", "training")
 
 
 class OutputError(ValueError):
-    """The call returned something else than a tensor [batch, tokens, channels]."""
+    """Raised if the call does not return a tensor [batch, tokens, channels]."""
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest |actual − expected| as a share of the largest |expected|.
+    """Return the largest |actual − expected| relative to the largest |expected|.
 
-    0 if they are equal to the bit (or both nothing but zeros), inf if one is not finite.
+    It is 0 if they are bit-identical (or both all zeros), inf if one is not finite.
     """
     actual, expected = actual.double(), expected.double()
     if not (actual.isfinite().all() and expected.isfinite().all()):
@@ -35,20 +35,20 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def within_items(sees: Tensor) -> Tensor:
-    """`Subject.sees` less what items see of each other: [batch, tokens, tokens]."""
+    """Return the part of `Subject.sees` within each item: [batch, tokens, tokens]."""
     return sees.diagonal(dim1=0, dim2=2).movedim(-1, 0)
 
 
 def own(sees: Tensor) -> Tensor:
-    """Where a square of who sees whom says that one sees itself."""
+    """Return the diagonal of a matrix of who sees whom, where a token sees itself."""
     return torch.eye(sees.shape[-1], dtype=torch.bool, device=sees.device)
 
 
 class Subject:
-    """A module, how it is called, and the random tokens that it is tried on.
+    """A module, its call, and the random tokens for its runs.
 
-    Every run begins alike: seeded, and with the buffers that the module came with, so that one
-    check does not feel the one before it.
+    Every run starts with the same seed and the module's original buffers, so that a check does not
+    depend on previous ones.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Subject:
         tensors = (*module.parameters(), *module.buffers())
         like = next((t for t in tensors if t.is_floating_point()), torch.empty(0))
         self.dtype, self.device = like.dtype, like.device
-        # three quarters of the digits, which sums taken in another order leave alone
+        # three quarters of the digits, which do not depend on the order of sums
         self.tolerance = torch.finfo(self.dtype).eps ** 0.75 if tolerance is None else tolerance
         self._restore_buffers = buffers_of(module)
         self._generator = torch.Generator().manual_seed(seed)
         self._tokens = self._draw(BATCH, num_tokens, dim)
         self._others = self._draw(BATCH, num_tokens, dim)
 
-    # A copy each time: a module that writes into its input must not change what comes next.
+    # Copies, since a module that writes into its input must not change later runs.
 
     @property
     def tokens(self) -> Tensor:
@@ -94,23 +94,24 @@ class Subject:
         return self._tokens.shape[1]
 
     def everything(self) -> Tensor:
-        """The mask of tokens that are all real."""
+        """Return the mask in which all tokens are real."""
         return torch.ones(self._tokens.shape[:2], dtype=torch.bool, device=self.device)
 
     def lengths(self) -> Tensor:
-        """A mask of items that end with none, two, and all but two tokens of padding."""
+        """Return the mask of items with no padding, two tokens, and all but two tokens of it."""
         lengths = torch.tensor([self.num_tokens, self.num_tokens - 2, 2], device=self.device)
         return torch.arange(self.num_tokens, device=self.device) < lengths[:, None]
 
     def output(
         self, tokens: Tensor, mask: Tensor | None = None, mode: Mode = "eval", seed: int = 0
     ) -> Tensor:
-        """The module's output, computed as in use: in eval without gradients."""
+        """Return the module's output, computed as in use: in eval without gradients."""
         with torch.set_grad_enabled(mode == "training"):
             return self._run(tokens, mask, mode, seed).detach()
 
     def gradients(self, mask: Tensor | None, mode: Mode) -> tuple[Tensor, list[Tensor]]:
-        """The output, and of its sum with random weights the gradients by tokens and parameters."""
+        """Return the output, and the gradients of its randomly weighted sum at tokens and
+        parameters."""
         tokens = self.tokens.requires_grad_()
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         output = self._run(tokens.clone(), mask, mode)
@@ -120,10 +121,10 @@ class Subject:
         return output.detach(), [g for g in gradients if g is not None]
 
     def sees(self, mask: Tensor | None = None, mode: Mode = "eval") -> Tensor:
-        """Which token an output depends on, by its gradient: [batch, tokens, batch, tokens].
+        """Return which tokens an output depends on, by gradients: [batch, tokens, batch, tokens].
 
-        Booleans: output (b, i) depends on token (c, j). A gradient is zero if it is below 1e-6 of
-        the largest between two tokens, in float64 2e-15; one that is NaN is not.
+        True means that output (b, i) depends on token (c, j). A gradient counts as zero below 1e-6
+        (float64: 2e-15) of the largest one between two tokens; NaN does not count as zero.
         """
         tokens = self.tokens.requires_grad_()
         output = self._run(tokens.clone(), mask, mode)
@@ -139,9 +140,9 @@ class Subject:
         return ~(strength.double() <= 10 * eps * largest.double())
 
     def check_call(self) -> None:
-        """Raise where the call returns no [batch, tokens, channels]: the caller's mistake.
+        """Raise an OutputError if the call does not return [batch, tokens, channels].
 
-        What the module itself raises is for the checks to report.
+        Errors of the module itself are left to the checks, which report them.
         """
         try:
             self.output(self.tokens)
@@ -155,7 +156,7 @@ class Subject:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """In the block the module may be run; after it all is as before: modes, buffers, seeds."""
+        """Allow runs within the block; restore modes, buffers and random state afterwards."""
         with torch.inference_mode(False), undisturbed(self.module), torch.enable_grad():
             yield
 
@@ -182,7 +183,7 @@ class Subject:
         return output
 
     def _seed(self, seed: int) -> None:
-        # torch.manual_seed would also seed devices whose state nobody gives back
+        # torch.manual_seed would also seed devices whose state is not restored
         torch.random.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):

@@ -1,4 +1,4 @@
-"""What a model's answer depends on, and how far to trust a map of that."""
+"""Explanations of a model's answers, and measures of how far to trust them."""
 
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation

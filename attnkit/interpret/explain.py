@@ -1,4 +1,4 @@
-"""`attnkit.explain`: what a model's answer depends on, or where it looks."""
+"""`attnkit.explain` maps what a model's answer depends on, or where the model looks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -44,76 +44,81 @@ def explain(
     num_hops: int | None = None,
     **options: Any,
 ) -> Explanation:
-    """Map what a model's answer depends on, or where it looks, on the model's own grid.
+    """Map what a model's answer depends on, or where the model looks, on its own grid.
 
         seen = attnkit.explain(vit, images)
         seen.map                    # [batch, rows, columns]
         print(seen)
         seen.save("seen.png")
 
-    | method                   | is                                             | knows the class |
-    |--------------------------|------------------------------------------------|-----------------|
-    | `"attention"`            | raw attention of the last layer                | no              |
-    | `"value_weighted"`       | times the norm of what is moved                | no              |
-    | `"rollout"`              | attention multiplied through the layers        | no              |
-    | `"relevance"`            | the same, of attention times its gradient      | yes             |
-    | `"legrad"`               | positive gradients of attention                | yes             |
-    | `"grad_cam"`             | channels weighted by their gradient            | yes             |
-    | `"input_gradient"`       | size of the gradient at the pixels             | yes             |
-    | `"integrated_gradients"` | gradient from a baseline to the image, signed  | yes             |
-    | `"occlusion"`            | what y loses without a patch, signed           | yes             |
-    | `"random"`, `"centre"`   | baselines to compare a map with                | no              |
+    | method                   | computes                                        | uses the class |
+    |--------------------------|-------------------------------------------------|----------------|
+    | `"attention"`            | raw attention of the last layer                 | no             |
+    | `"value_weighted"`       | raw attention times the norm of what it moves   | no             |
+    | `"rollout"`              | attention multiplied through the layers         | no             |
+    | `"relevance"`            | rollout of attention times its gradient         | yes            |
+    | `"legrad"`               | positive gradients of attention                 | yes            |
+    | `"grad_cam"`             | channels weighted by their gradient             | yes            |
+    | `"input_gradient"`       | size of the gradient at the pixels              | yes            |
+    | `"integrated_gradients"` | gradient from a baseline to the image, signed   | yes            |
+    | `"occlusion"`            | what y loses without a patch, signed            | yes            |
+    | `"random"`, `"centre"`   | baselines to compare a map with                 | no             |
 
     y is the logit of the class, not its probability, which would also depend on the other classes.
     The kernels that compute the output do not change. Attention is computed in addition, only for
     the rows that are needed, and never as a matrix of tokens × tokens. The model runs in evaluation
-    mode and is left as it was: modes, buffers, gradients of parameters and random numbers.
+    mode. Its modes, buffers, parameter gradients and the random state are restored.
 
     A captioner (`attnkit.Captioner`, or a module that holds one as `model`) is explained word by
-    word, `seen.words` [batch, words, rows, columns]: y is the logit of the word that was said,
-    behind the words before it. `target` is then sentences [batch, words] as `generate` gives them,
-    or None for the likeliest words, and the methods are "attention", "relevance", "input_gradient",
-    "occlusion", "random" and "centre"; relevance goes through decoder and encoder.
+    word, with maps `seen.words` [batch, words, rows, columns]. y is then the logit of each word of
+    the sentence, given the words before it. `target` holds sentences [batch, words] as `generate`
+    returns them, or None for the likeliest words. The methods are "attention", "relevance",
+    "input_gradient", "occlusion", "random" and "centre"; relevance passes through decoder and
+    encoder.
 
-    A model of a graph, of attnkit, torch_geometric or your own, is explained edge by edge,
-    `seen.edges` in the order of `edge_index`, for the logit of a node: `index`. `inputs` are then
-    (x, edge_index, …), or a dictionary of arguments, and the methods "attention", "relevance",
-    "input_gradient" (of a factor on an edge's messages), "occlusion" (the edge taken out),
-    "removal_gradient" (its first order, in one backward) and "random"; `seen.trust()` is its
-    fidelity beside random edges, `seen.top()` a table, and `seen.save("seen.png")` a drawing.
+    A graph model (of attnkit, torch_geometric or your own) is explained edge by edge, with numbers
+    `seen.edges` in the order of `edge_index`, for the logit of the node `index`. `inputs` are then
+    (x, edge_index, …) or a dictionary of arguments. The methods are "attention", "relevance",
+    "input_gradient" (of a factor on an edge's messages), "occlusion" (y without the edge),
+    "removal_gradient" (its first order, in one backward) and "random". `seen.trust()` gives the
+    fidelity compared with random edges, `seen.top()` a table, and `seen.save("seen.png")` a
+    drawing.
 
     Args:
-        model: returns logits [batch, classes], or an object with `.logits`: models of attnkit,
-            timm, torchvision, transformers and your own, a LightningModule as well.
-        inputs: images, as the model takes them; or what it is called with for a graph.
-        target: a class for all images, or one for each; None: the class that is predicted. Refused
-            by methods that do not know of it.
-        method: a name of the table; a function (model, images, classes) -> map; or a finished
-            map, [batch, rows, columns], [batch, tokens] or [edges]. None: the first that serves the
-            model of "relevance", "grad_cam" (of captioners "attention"), "input_gradient" and
-            "occlusion"; `notes` say why it is not relevance, which is taken in any case where
-            layers, a grid or options are asked for.
-        layers: which layers of attention take part, by position or by name (`*` matches anything);
-            None: all, or the last for "attention", "value_weighted" and "grad_cam", which may name
-            any module that returns tokens or a map.
-        grid: rows and columns of the patches; None: found, and said in `notes`.
-        num_prefix_tokens: class and register tokens before the patches, as what is behind them is
-            the rest; None: found.
-        of: what is reported of the class, here and by `trust`: "probability", which is a softmax,
-            the sigmoid of a single logit, or the model's output where that sums to 1; "sigmoid" of
-            each logit by itself, for several labels; "logit", also of a regression; or a function
-            of the logits.
-        index: the node of a graph, or a pair of nodes, of a model that takes `pairs` [2, pairs] and
-            gives a row for each; None: the model gives one row for the graph.
-        num_hops: in how many steps edges of a graph reach the node; None: the model is asked.
-        options: of the method: `baseline` and `num_steps` of "integrated_gradients"; `baseline`,
-            `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of "centre".
+        model: a model that returns logits [batch, classes] or an object with `.logits`, from
+            attnkit, timm, torchvision, transformers or your own; a LightningModule works as well.
+        inputs: images as the model takes them, or the arguments of a graph model.
+        target: one class for all images, or one for each; None: the predicted class. Methods that
+            do not use the class refuse it.
+        method: a name in the table; a function (model, images, classes) -> map; or a finished map,
+            [batch, rows, columns], [batch, tokens] or [edges]. None: the first of "relevance",
+            "grad_cam" (for captioners "attention"), "input_gradient" and "occlusion" that works for
+            the model; if that is not relevance, `notes` give the reason. With layers, a grid or
+            options, None always is relevance.
+        layers: attention layers to use, by position or by name (`*` matches anything); None: all,
+            or the last one for "attention", "value_weighted" and "grad_cam". "grad_cam" also takes
+            the name of any module that returns tokens or a map.
+        grid: rows and columns of the patches; None: found from the model and reported in `notes`.
+        num_prefix_tokens: number of class and register tokens before the patches; all tokens after
+            the patches are suffix tokens. None: found from the model.
+        of: the quantity to report for the class, here and in `trust`: "probability", which is the
+            softmax, the sigmoid of a single logit, or the model's output if it sums to 1;
+            "sigmoid", of each logit by itself, for several labels; "logit", also for regression; or
+            a function of the logits.
+        index: the node of a graph; or a pair of nodes, for a model that takes `pairs` [2, pairs]
+            and returns a row for each; None: the model returns one row for the graph.
+        num_hops: number of steps in which edges of a graph reach the node; None: found from the
+            model.
+        options: options of the method: `baseline` and `num_steps` of "integrated_gradients";
+            `baseline`, `patch` and `batch_size` of "occlusion"; `seed` of "random"; `spread` of
+            "centre".
 
     Raises:
-        TypeError: a model, images or a target of another type; an option that the method, or what
-            is explained, lacks.
-        ValueError: an unknown method; no attention where one needs it; a target out of range or
-            for a method that does not know of it; layers or a grid that the model does not have.
+        TypeError: a model, images or a target of another type; an option that the method or the
+            kind of input does not have.
+        ValueError: an unknown method; a model without the attention that the method needs; a target
+            that is out of range or that the method does not use; layers or a grid that the model
+            does not have.
         RuntimeError: the model stops the gradient; the message names the module.
     """
     asked_of: dict[str, Any] = {
@@ -129,7 +134,7 @@ def explain(
     else:
         if options or layers is not None:
             what = "layers" if layers is not None else next(iter(options))
-            raise TypeError(f"{what}: only methods of attnkit's own have one")
+            raise TypeError(f"{what}: only attnkit's own methods have it; leave it out")
         function = partial(_given, method=method)
         name, has_target, is_signed = getattr(method, "__name__", "given"), True, False
     with looking(asked.model):
@@ -145,7 +150,7 @@ def explain(
     logit, value, _ = asked.values(asked.logits, torch.arange(len(asked.logits)))
     of_each = {"target": asked.target, "predicted": asked.logits.argmax(dim=-1)}
     of_each |= {"logit": logit, "probability": value}
-    if unit.name == "edge":  # of which there is one graph
+    if unit.name == "edge":  # the batch is one graph
         of_each = {key: one[0] for key, one in of_each.items()}
     if not asked.quantity.is_usual:
         asked.notes.append(f"{asked.quantity.symbol}: {asked.quantity.meaning}")
@@ -170,9 +175,9 @@ def explain(
 def _by_usual_method(
     model: nn.Module, inputs: Any, target: Any, asked_of: dict[str, Any], options: dict[str, Any]
 ) -> Explanation:
-    """Explain by the first method that serves the model, with a note why it is not the usual one.
+    """Explain by the first method that works for the model; a note says why others failed.
 
-    Where layers, a grid or options are asked for, it is the usual one in any case.
+    With layers, a grid or options, only the first method is tried.
     """
     again = partial(explain, model, inputs, target, **asked_of, **options)
     asked, _ = _asked(model, inputs, target, **asked_of)
@@ -186,7 +191,7 @@ def _by_usual_method(
         raise
     except (ValueError, TypeError, RuntimeError) as error:
         refused = error
-    with looking(asked.model), torch.no_grad():  # which raises what no other method mends
+    with looking(asked.model), torch.no_grad():  # raises errors that every method would meet
         asked.prepare()
         asked.ask()
     for name in rest:
@@ -214,9 +219,9 @@ def _asked(
     index: int | Sequence[int] | None,
     num_hops: int | None,
 ) -> tuple[Target, Callable[[Any, Tensor], Unit]]:
-    """What is asked, and the class of what gets a number, by the model and its inputs.
+    """Return the question and the class of its units, chosen by the model and its inputs.
 
-    Layers of graphs and words of captioners are imported only where there are some.
+    Code for graphs and captioners is imported only if it is needed.
     """
     of_images = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
     of_graphs = {"index": index, "num_hops": num_hops}
@@ -244,7 +249,7 @@ def _refuse(why: str, options: Mapping[str, Any]) -> None:
 
 
 def _given(asked: Any, method: MapFunction | Tensor) -> Tensor:
-    """Numbers that are not of a method of ours, checked."""
+    """Check and return the values of a user's function or map."""
     if asked.unit == "word":
         raise no_method(asked.unit, type(method).__name__)
     if asked.unit == "edge":

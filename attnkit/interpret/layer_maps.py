@@ -1,4 +1,4 @@
-"""What a layer of attention, or a gate, does with images: its maps, and a picture of them."""
+"""Maps of what attention layers or gates do with images, and a picture of these maps."""
 
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,14 +23,14 @@ ATTENTION = "attention / uniform attention"
 
 
 class LayerMap(NamedTuple):
-    """What a layer does with each image of a batch.
+    """A layer's map for each image of a batch.
 
-    values: over the image, [batch, rows, columns]; of a gate of channels [batch, channels], and of
-        attention over channels [batch, channels, channels].
-    label: what the numbers are. Attention is a multiple of what uniform attention would give, so
-        that 1 is uniform; gates are between 0 and 1.
-    is_over_image: whether values have places of the image.
-    share: of attention over tokens, what class and register tokens took.
+    values: map over the image, [batch, rows, columns]; for a channel gate [batch, channels], and
+        for attention over channels [batch, channels, channels].
+    label: meaning of the numbers. Attention is divided by uniform attention, so that 1 is uniform;
+        gates are between 0 and 1.
+    is_over_image: whether the values are places of the image.
+    share: for attention over tokens, the share of class and register tokens.
     """
 
     layer: str
@@ -41,23 +41,23 @@ class LayerMap(NamedTuple):
 
     @property
     def scale(self) -> Scale:
-        """A uniform map has one colour, the middle one."""
+        """The colour scale, on which a uniform map has the middle colour or a lower one."""
         largest = max(2.0, float(self.values.max()))
         return Scale(0.0, largest if self.label == ATTENTION else 1.0, OVERLAY)
 
     @property
     def below(self) -> list[str]:
-        """What is said below each map."""
+        """The text below each map."""
         if self.share is None:
             return [""] * len(self.values)
         return [f"class and register tokens: {100 * share:.0f} %" for share in self.share.tolist()]
 
 
 class LayerPicture(NamedTuple):
-    """What layers do with images.
+    """A figure of layers' maps, and the maps themselves.
 
-    maps: [batch, …], by the layer's name; of a captioner one for each word, with the name `words`.
-    caption: what the figure shows.
+    maps: maps [batch, …] by the layer's name; for a captioner maps for each word, named `words`.
+    caption: text that explains the figure.
     """
 
     figure: Figure
@@ -66,16 +66,16 @@ class LayerPicture(NamedTuple):
 
 
 def chosen_layers(model: nn.Module, layer: int | str) -> tuple[bool, list[str]]:
-    """Whether a model is looked at by its gates, and the names of the layers.
+    """Return whether the chosen layers are gates, and their names.
 
-    Gates are looked at where there is no attention.
+    Gates are chosen only if the model has no attention.
 
     Args:
         model: any module.
         layer: a position among the layers, or a name (`*` matches anything).
 
     Raises:
-        ValueError: it has neither attention nor gates, or no such layer.
+        ValueError: the model has neither attention nor gates, or no such layer.
     """
     modules = {module_name(name): module for name, module in model.named_modules()}
     attention = [n for n, m in modules.items() if callable(getattr(m, "attention_weights", None))]
@@ -98,20 +98,20 @@ def chosen_layers(model: nn.Module, layer: int | str) -> tuple[bool, list[str]]:
 def layer_maps(
     model: nn.Module, images: Annotated[Tensor, "batch channels height width"], layer: int | str
 ) -> list[LayerMap]:
-    """The maps of some layers over images.
+    """Return the maps of some layers over images.
 
-    Attention is that of the tokens which the answer is read from, as in `explain` with the method
-    "attention". Of a layer that is not between the tokens of a whole image, or that the answer does
-    not depend on, it is the mean over all queries.
+    Attention is that of the tokens from which the answer is read, as in `explain` with the method
+    "attention". For a layer that is not between the tokens of a whole image, or that the answer
+    does not depend on, it is the mean over all queries.
 
     Args:
         model: any module.
-        images: as the model takes them.
-        layer: as of `chosen_layers`.
+        images: images as the model takes them.
+        layer: as in `chosen_layers`.
 
     Raises:
-        ValueError: there is no such layer; it did not run, attends within windows, or over tokens
-            that are not a grid.
+        ValueError: there is no such layer, or it did not run, attends within windows, or over
+            tokens that form no grid.
     """
     are_gates, names = chosen_layers(model, layer)
     with looking(model):
@@ -131,7 +131,7 @@ def layer_maps(
 
 
 def _as_explained(model: nn.Module, images: Tensor) -> dict[str, LayerMap]:
-    """By name, the layers that tokens can be followed through."""
+    """Return by name the maps of the layers through which tokens can be followed."""
     try:
         chain = watch(Question(model, images), "attention")
     except torch.OutOfMemoryError:
@@ -146,7 +146,7 @@ def _as_explained(model: nn.Module, images: Tensor) -> dict[str, LayerMap]:
 
 
 def _on_grid(layer: str, received: Tensor, num_keys: int, grid: Grid) -> LayerMap:
-    """What each token gets, [batch, tokens], on the grid of the patches."""
+    """Return the attention that each token receives, [batch, tokens], as a map over the patches."""
     values = grid.patches(received * num_keys).unflatten(1, (grid.rows, grid.columns))
     share = grid.others(received).sum(dim=1) if grid.num_others else None
     return LayerMap(layer, values, share=share)
@@ -159,7 +159,7 @@ def _of_gate(name: str, values: Tensor, model: nn.Module, images: Tensor) -> Lay
 
 
 def _of_attention(name: str, weights: Tensor, model: nn.Module, images: Tensor) -> LayerMap:
-    """The weights of a layer by itself, the mean over heads and queries."""
+    """Return the map of a single layer, the mean of its weights over heads and queries."""
     layer, around = (model.get_submodule(path) for path in (name, name.rpartition(".")[0]))
     batch, num_keys = len(images), weights.shape[-1]
     if getattr(layer, "is_over_channels", False):
@@ -177,16 +177,16 @@ def _of_attention(name: str, weights: Tensor, model: nn.Module, images: Tensor) 
 
 
 def draw_layer(given: Explained, layer: int | str) -> LayerPicture:
-    """The picture of what a layer does with images: a column for each image, a row for each layer.
+    """Draw layers' maps, with a column for each image and a row for each layer.
 
-    Of a captioner it is the layer's attention at each word.
+    For a captioner it draws the layer's attention at each word.
 
     Args:
         given: a model and images, or a captioner and its sentences.
-        layer: as of `chosen_layers`; of a captioner it is the mean over them.
+        layer: as in `chosen_layers`; for a captioner several layers are averaged.
 
     Raises:
-        ValueError: as `layer_maps`.
+        ValueError: as in `layer_maps`.
     """
     assert given.pictures is not None
     if given.sentences is not None:
@@ -218,7 +218,7 @@ def draw_layer(given: Explained, layer: int | str) -> LayerPicture:
 
 
 def _titles(given: Explained, output: Any) -> list[str]:
-    """Of each image its name, its class, and the one that logits predict."""
+    """Return the title of each image: its name, its class and the predicted class."""
     lines: list[list[str]] = [[] for _ in given.inputs]
     for line, name in zip(lines, given.names, strict=False):
         line.append("/".join(Path(name).parts[-2:]))

@@ -1,4 +1,4 @@
-"""Maps in colours, and as one picture: rows of images with maps on them, and the scale of each."""
+"""Colour scales of maps, and pictures with rows of images, their maps and scales."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ from attnkit.lightning.console import in_picture
 from attnkit.lightning.files import replacing
 
 SEQUENTIAL, DIVERGING, OVERLAY = "inferno", "RdBu_r", "OrRd"
-"""Matplotlib's names: even steps to the eye from dark to bright; blue, white at 0, red; white to
-dark red."""
-_DARKEST = 0.68  # what black becomes: dark images stay bright, and light ones visible
-_LEAST_PIXELS = 240  # so that places that do not divide the pixels have even sides
+"""Matplotlib's names of colour maps: perceptually uniform from dark to bright; blue, white at 0,
+red; white to dark red."""
+_DARKEST = 0.68  # brightness of black under a map, so that colours on dark images can be seen
+_LEAST_PIXELS = 240  # enlarged to this, places have equal sides even if they do not divide pixels
 
-_SIDE = 2.0  # inches of an image
-_GAP, _BAR, _HEADING = 0.1, 0.9, 0.3  # beside it, for a scale's numbers, above all
-_LINE = 0.16  # of a title's line
-_LONGEST = 32  # characters of it
-_ACROSS = 6  # panels beside each other
+_SIDE = 2.0  # width of an image in inches
+_GAP, _BAR, _HEADING = 0.1, 0.9, 0.3  # inches between images, for a scale, and above all
+_LINE = 0.16  # height of a title's line in inches
+_LONGEST = 32  # characters of a title's line
+_ACROSS = 6  # panels in a line
 
 
 class Scale(NamedTuple):
-    """Which numbers have which colours; what lies beyond an end has that end's colour."""
+    """A colour scale; numbers beyond an end have that end's colour."""
 
     low: float
     high: float
     name: str = SEQUENTIAL
 
     def levels(self, values: Tensor | np.ndarray) -> np.ndarray:
-        """Numbers as places on the palette, uint8 of the same shape."""
+        """Return numbers as indices of the palette, uint8 of the same shape."""
         numbers = as_numbers(values)
         shares = (numbers - self.low) / ((self.high - self.low) or 1.0)
         return np.round(255 * shares.clip(0, 1)).astype(np.uint8)
 
     @property
     def mappable(self) -> ScalarMappable:
-        """What matplotlib makes a colour bar of."""
+        """The matplotlib object for a colour bar."""
         return ScalarMappable(Normalize(self.low, self.high), self.name)
 
     @property
     def palette(self) -> np.ndarray:
-        """Its 256 colours from the lowest to the highest, uint8 [256, 3]."""
+        """The 256 colours from the lowest to the highest, uint8 [256, 3]."""
         colours = matplotlib.colormaps[self.name](np.arange(256))[:, :3]
         return np.round(255 * colours).astype(np.uint8)
 
 
 def scale_of(maps: Iterable[Tensor | np.ndarray], *, is_signed: bool = False) -> Scale:
-    """The scale that maps share: from 0 to their largest number, or evenly about 0.
+    """Return a shared scale of maps: from 0 to their largest number, or symmetric about 0.
 
-    Only maps on the same scale can be compared by eye: give all that a reader will compare.
+    Only maps on the same scale can be compared by eye, so pass all maps that a reader compares.
     """
     sizes = (float(np.abs(as_numbers(one)).max(initial=0.0)) for one in maps)
     size = max(sizes, default=0.0) or 1.0
@@ -68,20 +68,20 @@ def scale_of(maps: Iterable[Tensor | np.ndarray], *, is_signed: bool = False) ->
 
 
 def as_numbers(values: Tensor | np.ndarray) -> np.ndarray:
-    """On the CPU, float64."""
+    """Return values as a float64 array on the CPU."""
     if isinstance(values, Tensor):
         values = values.detach().double().cpu().numpy()
     return np.asarray(values, dtype=np.float64)
 
 
 def overlay_scale(maps: Iterable[Tensor | np.ndarray], *, is_signed: bool = False) -> Scale:
-    """As `scale_of`, for maps multiplied onto an image in light tones: 0 is white."""
+    """Return a shared scale of maps that are multiplied onto a light image: 0 is white."""
     low, high, name = scale_of(maps, is_signed=is_signed)
     return Scale(low, high, name if is_signed else OVERLAY)
 
 
 def overlaid(picture: np.ndarray, values: np.ndarray, scale: Scale) -> np.ndarray:
-    """The colours of a map times the image in light grey, [pixels, pixels, 3] in [0, 1].
+    """Multiply the colours of a map onto the image in light grey, [height, width, 3] in [0, 1].
 
     Nothing is interpolated: pixel (y, x) of an image [height, width] has the value of the place
     (y · rows // height, x · columns // width).
@@ -89,7 +89,7 @@ def overlaid(picture: np.ndarray, values: np.ndarray, scale: Scale) -> np.ndarra
     Args:
         picture: [height, width, 3] in [0, 1].
         values: [rows, columns].
-        scale: of `overlay_scale`.
+        scale: a scale from `overlay_scale`.
     """
     larger = -(-_LEAST_PIXELS // min(picture.shape[:2]))
     grey = picture.mean(axis=-1, keepdims=True).repeat(larger, axis=0).repeat(larger, axis=1)
@@ -101,12 +101,14 @@ def overlaid(picture: np.ndarray, values: np.ndarray, scale: Scale) -> np.ndarra
     return (_DARKEST + (1 - _DARKEST) * grey) * colours[rows[:, None], columns]
 
 
-# --- the picture ----------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
 class Panel(NamedTuple):
-    """An image, [height, width, 3] in [0, 1], and a map [rows, columns] that lies on it; or one of
-    both. Values [n] are a curve."""
+    """An image [height, width, 3] in [0, 1] with a map [rows, columns] on it, or only one of both.
+
+    Values [n] are drawn as a curve.
+    """
 
     picture: np.ndarray | None
     values: Tensor | None = None
@@ -115,7 +117,7 @@ class Panel(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Panels that share a scale, and what its numbers are."""
+    """Panels that share a scale, and the label of the scale."""
 
     panels: Sequence[Panel]
     scale: Scale | None = None
@@ -123,15 +125,15 @@ class Row(NamedTuple):
 
 
 def draw(rows: Sequence[Row], across: int = _ACROSS, heading: str = "") -> Figure:
-    """The rows, each in as many lines of panels as it needs.
+    """Draw the rows, each in as many lines of panels as it needs.
 
-    Each place of a map has one colour of the row's scale, whose numbers stand beside it, on the
-    image in light tones. Nothing is interpolated.
+    Each place of a map has one colour of the row's scale, drawn on the light image. The scale is
+    drawn beside the row. Nothing is interpolated.
 
     Args:
-        rows: of one or more panels.
-        across: panels of a line, at most.
-        heading: above all.
+        rows: rows of one or more panels.
+        across: maximum number of panels in a line.
+        heading: text at the top.
     """
     columns = min(across, max(len(row.panels) for row in rows))
     shape = next((p.picture.shape for row in rows for p in row.panels if p.picture is not None), ())
@@ -145,7 +147,10 @@ def draw(rows: Sequence[Row], across: int = _ACROSS, heading: str = "") -> Figur
     FigureCanvasAgg(figure)  # no global state, no display
 
     def axes(x: float, y: float, width: float, height: float) -> Any:
-        """A place in inches from the left and the top; a layout engine takes most of a drawing."""
+        """Add axes at a position in inches from the left and the top.
+
+        A layout engine would take most of the time of a drawing.
+        """
         bottom = figure.get_figheight() - y - height
         return figure.add_axes(
             (x / wide, bottom / figure.get_figheight(), width / wide,
@@ -161,39 +166,39 @@ def draw(rows: Sequence[Row], across: int = _ACROSS, heading: str = "") -> Figur
         first = y + _above(some[0])
         for line in some:
             y += _above(line)
-            # a title that stands alone has the room of all
+            # a single title may use the width of the whole line
             alone = sum(bool(panel.title) for panel in line) == 1
             longest = columns * _LONGEST + _LONGEST // 3 if alone else _LONGEST
             for number, panel in enumerate(line):
-                margin = 0.45 if _is_curve(panel) else 0.0  # for its numbers
+                margin = 0.45 if _is_curve(panel) else 0.0  # room for the axis labels
                 at = number * (_SIDE + _GAP) + _GAP / 2 + margin
                 _draw(axes(at, y, _SIDE - margin, height), panel, row, longest)
             y += height + _below(line)
         if row.scale is not None and not _is_curve(row.panels[-1]):
             place = axes(columns * (_SIDE + _GAP) + 0.05, first, 0.14, y - _below(some[-1]) - first)
             bar = figure.colorbar(row.scale.mappable, cax=place)
-            bar.set_label(row.label, fontsize=7)  # which is not longer than a row is high
+            bar.set_label(row.label, fontsize=7)  # labels are not longer than a row is high
             bar.ax.tick_params(labelsize=7)
     return figure
 
 
 def save(path: Path, figure: Figure) -> None:
-    """Write a picture; the file is there whole or not at all."""
+    """Write a picture atomically: the file is complete or missing."""
     with replacing(path) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=120)
 
 
 def pixels_of(figure: Figure) -> np.ndarray:
-    """The picture as uint8 [height, width, 3]."""
+    """Return a figure's pixels as uint8 [height, width, 3]."""
     canvas: Any = figure.canvas
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that a font lacks
+        warnings.simplefilter("ignore")  # warnings about letters that the font does not have
         canvas.draw()
     return np.array(canvas.buffer_rgba())[..., :3]
 
 
 def as_picture(image: Annotated[Tensor, "channels height width"]) -> np.ndarray:
-    """An image of any range as [height, width, 3] in [0, 1]."""
+    """Return an image of any range as [height, width, 3] in [0, 1]."""
     floats = image.detach().float().cpu()
     if image.dtype == torch.uint8:
         floats = floats / 255
@@ -235,10 +240,10 @@ def _is_curve(panel: Panel) -> bool:
 
 
 def _above(line: Sequence[Panel]) -> float:
-    """Inches for titles."""
+    """Return the height in inches of a line's titles."""
     return 0.07 + _LINE * max(1 + panel.title.count("\n") for panel in line)
 
 
 def _below(line: Sequence[Panel]) -> float:
-    """Inches for what is said below, or a curve's numbers."""
+    """Return the height in inches of the texts below a line, or of a curve's axis labels."""
     return 0.05 + max(0.45 if _is_curve(panel) else _LINE * bool(panel.below) for panel in line)

@@ -15,7 +15,7 @@ _bar: ContextVar[Progress | None] = ContextVar("bar", default=None)
 
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar of so many steps; call what it gives with what is done next.
+    """Show a progress bar of `total` steps; call the yielded function with the next step's name.
 
     Longer work within a step adds a line of its own. Without a terminal there is no bar.
     """
@@ -36,7 +36,7 @@ def steps(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def shown(chunks: Sequence[Tensor], description: str) -> Iterator[Tensor]:
-    """The chunks, with a progress bar where they take longer than some seconds."""
+    """Yield the chunks; show a progress bar if they take longer than some seconds."""
     start, progress, task = time.monotonic(), None, None
     with ExitStack() as stack:
         for number, chunk in enumerate(chunks):

@@ -1,4 +1,4 @@
-"""What is reported of a class: its probability, its logit, or a function of the logits."""
+"""The quantity that is reported for a class: its probability, logit or a function of logits."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -9,16 +9,16 @@ from torch import Tensor
 Kind = Literal["probability", "sigmoid", "logit"]
 Of = Kind | Callable[[Tensor], Tensor]
 SUM_TOLERANCE, COARSE_SUM_TOLERANCE = 1e-4, 0.02
-"""How far a sum of probabilities is from 1, also of numbers that are rounded to half precision."""
+"""Largest distance of a sum of probabilities from 1, in full and in half precision."""
 
 
 class Quantity(NamedTuple):
-    """A number for each class, made of a model's logits.
+    """A number for each class, computed from a model's logits.
 
-    symbol: stands for it in sentences and at axes: "p", "y" or the name of a function.
-    meaning: how it is made of the logits.
-    of: what was asked for.
-    function: from logits [..., classes] to numbers [..., classes].
+    symbol: symbol in sentences and at axes: "p", "y" or the name of a function.
+    meaning: how it is computed from the logits, in words.
+    of: the user's choice.
+    function: function from logits [..., classes] to numbers [..., classes].
     """
 
     symbol: str
@@ -28,14 +28,14 @@ class Quantity(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """Whether it is the softmax of logits, of which nothing has to be said."""
+        """Whether it is the softmax, which needs no explanation."""
         return self.function is _softmax
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """The numbers [..., classes] of logits [..., classes].
+        """Return the numbers [..., classes] for logits [..., classes].
 
         Raises:
-            TypeError: a function of the caller's gave numbers of another shape.
+            TypeError: the caller's function returned another shape.
         """
         values = self.function(logits)
         if not isinstance(values, Tensor) or values.shape != logits.shape:
@@ -48,16 +48,16 @@ class Quantity(NamedTuple):
 
 
 def quantity_of(logits: Tensor, of: Of = "probability") -> Quantity:
-    """The quantity that is asked for, as the model's head makes it.
+    """Return the chosen quantity for the model's kind of output.
 
-    The probability of a single logit is its sigmoid, as of a binary classifier. Outputs that are
-    nowhere negative and sum to 1 are probabilities already, of a model that ends in a softmax. All
-    other logits get a softmax.
+    The probability of a single logit is its sigmoid, as in a binary classifier. Outputs that are
+    not negative and sum to 1 are the probabilities of a model that ends in a softmax. All other
+    logits get a softmax.
 
     Args:
-        logits: [..., classes], of the input that is explained.
-        of: "probability"; "sigmoid" of each logit by itself, where a model has several labels;
-            "logit", the output as it is, of a regression as well; or a function of the logits.
+        logits: [..., classes], for the explained input.
+        of: "probability"; "sigmoid" of each logit by itself, for models with several labels;
+            "logit", the output itself, also for regression; or a function of the logits.
 
     Raises:
         ValueError: another name.
@@ -79,7 +79,7 @@ def quantity_of(logits: Tensor, of: Of = "probability") -> Quantity:
 
 
 def is_distribution(outputs: Tensor) -> bool:
-    """Whether a model's outputs [..., classes] are probabilities, by their signs and sums."""
+    """Return whether a model's outputs [..., classes] are probabilities, by signs and sums."""
     if outputs.shape[-1] == 1 or bool((outputs < 0).any()):
         return False
     halves = torch.bfloat16, torch.float16

@@ -1,4 +1,4 @@
-"""What is asked of a captioner: its sentences, each word behind the words before it."""
+"""The question to a captioner: the logit of each word of a sentence, given the words before it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from attnkit.models.captioning.word_decoder import PAD, START
 
 
 class Sentences(Question):
-    """Images and a sentence for each: y is the logit of each word, behind the true words before it
+    """Images and a sentence for each: y is the logit of each word, given the true words before it
     (teacher forcing).
 
     Attributes:
-        captioner: takes images and words, and returns of each word the logits of the next.
-        target: [batch, words], int, PAD behind the end; after `prepare` the likeliest sentences,
-            where none were given.
+        captioner: the model, which takes images and words and returns logits of each next word.
+        target: [batch, words], int, PAD after the end; if none were given, the likeliest sentences
+            after `prepare`.
     """
 
     unit = "word"
@@ -47,7 +47,7 @@ class Sentences(Question):
 
     @property
     def before(self) -> Annotated[Tensor, "batch words", int]:
-        """The word before each."""
+        """The word before each word."""
         starts = self.said.new_full((len(self.said), 1), START)
         return torch.cat([starts, self.said[:, :-1]], dim=1)
 
@@ -61,7 +61,7 @@ class Sentences(Question):
         return grid_of(self.captioner, self.images)
 
     def prepare(self) -> None:
-        """Let the captioner say its sentences, where none were given, and ask for their words."""
+        """Generate the sentences if none were given, and store the logits of their words."""
         if self.target is None:
             self.target = self.captioner.generate(self.images.detach()).words
         if self.logits is None:
@@ -71,7 +71,7 @@ class Sentences(Question):
     def logits_of_words(
         self, images: Tensor, items: Annotated[Tensor, "_", int] | slice = slice(None)
     ) -> Annotated[Tensor, "_ words classes"]:
-        """What could stand at the place of each word, of images and the sentences of some items."""
+        """Return the logits at the position of each word, for the sentences of some items."""
         return in_float(self.captioner(images, self.before[items]))
 
     def without(
@@ -82,13 +82,13 @@ class Sentences(Question):
         grid: tuple[int, int],
         colour: Annotated[Tensor, "batch channels 1 1"],
     ) -> Annotated[Tensor, "_ words classes"]:
-        """The logits of the words of some items, places of whose images are in one colour."""
+        """Return the logits of the words of some items, with removed places in one colour."""
         images = self.images.detach()
         pixels = as_pixels(removed, grid, (images.shape[2], images.shape[3]))
         return self.logits_of_words(torch.where(pixels, colour[items], images[items]), items)
 
     def ask(self, images: Tensor | None = None) -> Annotated[Tensor, "batch words"]:
-        """The logit of each word."""
+        """Return the logit of each word."""
         logits = self.logits_of_words(self.images if images is None else images)
         return logits.gather(2, self.said[..., None])[..., 0]
 
@@ -110,18 +110,18 @@ class Sentences(Question):
             )
         if bool((said[:, 0] == START).any()):
             raise ValueError("target: sentences begin with their first word, without START")
-        with torch.inference_mode(False):  # what is made there cannot be in a graph
+        with torch.inference_mode(False):  # inference tensors cannot be in a graph
             return said.to(self.images.device).long().clone()
 
 
 def grid_of(captioner: Any, images: Tensor) -> tuple[int, int]:
-    """Rows and columns of a captioner's memory of images."""
+    """Return rows and columns of a captioner's memory of images."""
     of_images = getattr(captioner, "grid_of", None)
     return captioner.grid if of_images is None else of_images(images)
 
 
 class WordLogits(nn.Module):
-    """A captioner as a classifier of the next word, behind the words before it."""
+    """A captioner as a classifier of the next word, given the words before it."""
 
     before: Tensor
 
@@ -133,5 +133,5 @@ class WordLogits(nn.Module):
     def forward(
         self, images: Annotated[Tensor, "batch channels height width"]
     ) -> Annotated[Tensor, "batch classes"]:
-        """The logits of the next word."""
+        """Return the logits of the next word."""
         return self.captioner(images, self.before.expand(len(images), -1))[:, -1]

@@ -1,14 +1,14 @@
-"""Tables of text, which results print."""
+"""Tables of text that results print."""
 
 from collections.abc import Iterable, Sequence
 
 
 def text_table(rows: Iterable[Sequence[object]], num_left: int = 1) -> str:
-    """Rows of cells as lines, the columns two spaces apart.
+    """Return rows of cells as lines, with two spaces between columns.
 
     Args:
-        rows: the heading first, all of the same length.
-        num_left: how many columns, from the first on, stand at the left; the others at the right.
+        rows: rows of the same length, the heading first.
+        num_left: number of first columns that are left-aligned; the others are right-aligned.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

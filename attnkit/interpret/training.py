@@ -1,4 +1,4 @@
-"""`callbacks=interpret`: maps of a model during training and in its test, with their scores."""
+"""`callbacks=interpret` draws and scores maps of a model during training and in its test."""
 
 import os
 import time
@@ -48,56 +48,57 @@ _SHARES = {
 
 
 class _Look(NamedTuple):
-    """How a model is explained. It stays the same in all epochs, so that they can be compared."""
+    """How a model is explained; it is the same in all epochs, so that they can be compared."""
 
     method: str
     removal: str
 
 
 class Interpret(Callback):
-    """Draws maps of a few fixed images of the validation and scores them, every n epochs.
+    """Draws and scores maps of a few fixed validation images every n epochs.
 
-    These scores of `attnkit.trust`, of the predicted classes, go to every logger:
+    These scores of `attnkit.trust` for the predicted classes go to every logger:
 
-    - `val/interpret_gap`: what p loses where the map points; `_centre`, `_input_gradient`: of those
-    - `val/interpret_random`: a random map's gap is this near to 0, two standard errors
+    - `val/interpret_gap`: what p loses where the map points; `_centre` and `_input_gradient` are
+      the gaps of these baselines
+    - `val/interpret_random`: two standard errors of the gap of random maps, whose mean is 0
     - `val/interpret_class_sensitivity`: 0 for a map that cannot depend on the class; not logged for
       a single logit, which has no other class
-    - `val/interpret_prefix_share`: what class and register tokens take of the map, if any
-    - of a captioner, `val/interpret_gap` is the mean over the words, and `val/interpret_words` the
+    - `val/interpret_prefix_share`: share of the map on class and register tokens, if any
+    - for a captioner, `val/interpret_gap` is the mean over the words, and `val/interpret_words` the
       share of words whose map is better than random
 
     The maps are drawn to `epoch_001.png`, …, and in a test, without scores, to `test.png`. Each
     picture also goes to every logger that takes images (TensorBoard, Weights & Biases).
     `scores.png` shows the scores over the epochs, also of a resumed run. With `trust="none"` the
-    maps are only drawn. With `layer`, the picture shows what a layer does instead of a method's
-    maps: attention over the image as a multiple of uniform attention, attention over channels as a
+    maps are only drawn. With `layer`, the picture shows a layer instead of a method's maps:
+    attention over the image as a multiple of uniform attention, attention over channels as a
     matrix, gates between 0 and 1 as maps or curves, and for a captioner the attention at each word.
 
-    Random numbers, gradients and modes are as they were without the callback. With several
-    processes the first one computes the maps, while the others wait at the next step. The cost,
-    about 45 forwards for each image and time (200 for a caption), is printed after the sanity
-    check, and the time it took at the end.
+    The callback changes no random numbers, gradients or modes. With several processes the first one
+    computes the maps, while the others wait at the next step. The cost, about 45 forwards for each
+    image and time (200 for a caption), is printed after the sanity check, and the time it took at
+    the end.
 
     The module's method `explained` (`attnkit.lightning.Explained`) defines what is explained;
-    without it, the module itself for the images that come first in a batch.
+    without it, the module itself is explained for the images that come first in a batch.
 
     Args:
-        num_images: how many images at most; they are taken from the first batch, from as many
-            classes as it has.
-        every_n_epochs: the first epoch is shown, every n-th after it, and the last.
-        method: of `attnkit.explain`; None: "relevance" where there is attention between the parts
-            of the image, else "grad_cam", or of a captioner "attention".
+        num_images: maximum number of images; they are taken from the first batch, from as many
+            classes as possible.
+        every_n_epochs: the maps are drawn in the first epoch, every n-th after it, and the last.
+        method: a method of `attnkit.explain`; None: "relevance" if there is attention between the
+            parts of the image, else "grad_cam", or "attention" for a captioner.
         trust: "fast" and "full" score the maps as `attnkit.trust` does; "none" does not.
-        layer: the layer to draw, by its position or its name (`*` matches anything, and each layer
-            is a row). It needs trust="none" and no method. Gates are drawn only where a model has
-            no attention.
-        folder: for the pictures; None for `interpret` in the trainer's log folder.
+        layer: a layer to draw, by its position or its name (`*` matches anything, and each layer is
+            a row). It needs trust="none" and no method. Gates are drawn only if the model has no
+            attention.
+        folder: folder for the pictures; None: `interpret` in the trainer's log folder.
 
     Raises:
-        ValueError: an argument out of range, or `layer` beside a method or scores.
-        UserError: in the check before training, a model of a graph, or one that the method or the
-            layer does not serve; weights in parts (FSDP, DeepSpeed), which one process alone cannot
+        ValueError: an argument out of range, or `layer` together with a method or scores.
+        UserError: in the check before training: a graph model, a model for which the method or the
+            layer does not work, or sharded weights (FSDP, DeepSpeed), which a single process cannot
             run.
     """
 
@@ -111,7 +112,7 @@ class Interpret(Callback):
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         at_least(1, num_images=num_images, every_n_epochs=every_n_epochs)
-        trust = trust or "none"  # an empty value of YAML
+        trust = trust or "none"  # YAML may give None for an empty value
         choice(("fast", "full", "none"), trust=trust)
         if layer is not None and (method is not None or trust != "none"):
             raise ValueError(
@@ -138,7 +139,8 @@ class Interpret(Callback):
                 "explain the checkpoint afterwards"
             )
         self.folder = in_log_folder(trainer, self._given_folder, "interpret")
-        if self.layer is not None and captioner_of(pl_module) is None:  # which is asked as it runs
+        # the layers of a captioner are checked when it runs
+        if self.layer is not None and captioner_of(pl_module) is None:
             try:
                 chosen_layers(pl_module, self.layer)
             except ValueError as error:
@@ -146,7 +148,7 @@ class Interpret(Callback):
 
     @property
     def state_key(self) -> str:
-        """The name of the history in a checkpoint: several of these callbacks may take part."""
+        """The key of the history in a checkpoint, which differs between several such callbacks."""
         return f"Interpret(method={self.method!r}, layer={self.layer!r})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,7 +174,7 @@ class Interpret(Callback):
         *,
         stage: Literal["val", "test"],
     ) -> None:
-        """Explain some images of the first batch of a validation that is due, or of a test."""
+        """Explain some images of the first batch, in a test or in a validation that is due."""
         is_due = stage == "test" or trainer.sanity_checking
         is_due = is_due or self._has_look(trainer.current_epoch, trainer)
         if batch_idx or dataloader_idx or not trainer.is_global_zero or not is_due:
@@ -187,7 +189,7 @@ class Interpret(Callback):
         with trainer.precision_plugin.forward_context():
             given = _explained(pl_module, some)
             figure, scores = self._looked(given, stage == "val" and self.trust != "none")
-            if not trainer.sanity_checking:  # which is only to learn that it works, and how long
+            if not trainer.sanity_checking:  # the sanity check only tests it and measures the time
                 self._tell(trainer, scores)
                 self._show(trainer, f"{stage}/interpret", figure, name)
         if stage == "test":
@@ -216,7 +218,7 @@ class Interpret(Callback):
         return epoch % self.every_n_epochs == 0 or epoch + 1 == trainer.max_epochs
 
     def _looked(self, given: Explained, is_scored: bool) -> tuple[Figure, dict[str, float]]:
-        """The picture, and the scores by name, without `val/`."""
+        """Return the picture, and the scores by name, without `val/`."""
         if given.kind in ("nodes", "graphs"):
             raise UserError(
                 "Interpret: expected images or captions, got a graph; attnkit.explain explains "
@@ -262,16 +264,16 @@ class Interpret(Callback):
         return {name: value for name, value in found.items() if value is not None}
 
     def _tell(self, trainer: Trainer, scores: dict[str, float]) -> None:
-        """Keep the scores, and log them."""
+        """Store the scores, and log them."""
         for name, value in scores.items():
             self.history.setdefault(name, []).append((trainer.current_epoch + 1, value))
-        # not by the module's log, which would repeat them in the epochs without a look
+        # pl_module.log would repeat the values in epochs that have no new ones
         logged = {f"val/{name}": value for name, value in scores.items()}
         for logger in trainer.loggers if logged else ():
             logger.log_metrics({**logged, "epoch": trainer.current_epoch}, trainer.global_step)
 
     def _show(self, trainer: Trainer, key: str, figure: Figure, name: str) -> None:
-        """Write a picture, and log it."""
+        """Write a picture to the folder, and log it."""
         assert self.folder is not None
         pixels = pixels_of(figure)
         with replacing(self.folder / f"{name}.png") as file:
@@ -279,7 +281,7 @@ class Interpret(Callback):
         log_picture(trainer, key, pixels)
 
     def _say_cost(self, trainer: Trainer, number: int, each: float) -> None:
-        """Of each time, and of all of a training whose end is known."""
+        """Print the time that one drawing takes, and all of a training whose end is known."""
         epochs = range(trainer.current_epoch, trainer.max_epochs or 0)
         times = sum(self._has_look(epoch, trainer) for epoch in epochs)
         of_all = f"; {times} time{'s' * (times > 1)}, {duration(times * each)}"
@@ -289,7 +291,7 @@ class Interpret(Callback):
 
 
 def _explained(module: Any, batch: Any) -> Explained:
-    """What the module says is explained, on its device."""
+    """Return the inputs to explain, on the module's device."""
     batch = module.transfer_batch_to_device(batch, module.device, 0)
     if callable(getattr(module, "explained", None)):
         return module.explained(batch).of_one_size()
@@ -305,7 +307,7 @@ def _explained(module: Any, batch: Any) -> Explained:
 
 
 def _labels(rest: list[Any], size: int) -> Tensor | None:
-    """The classes behind the images of a batch, if that is what stands there."""
+    """Return the labels after the images of a batch, if there are any."""
     labels = rest[0] if rest else None
     if not isinstance(labels, Tensor) or labels.shape != (size,) or labels.is_floating_point():
         return None
@@ -323,7 +325,7 @@ def _removal(seen: Explanation) -> str:
 
 
 def _some(batch: Any, number: int) -> Any:
-    """Some rows of a batch on the CPU, of as many classes as there are."""
+    """Return some rows of a batch on the CPU, from as many classes as possible."""
     size = num_rows(batch)
     labels = _labels(list(batch[1:]), size) if isinstance(batch, list | tuple) else None
     rows = range(size) if labels is None else by_turns(labels.tolist(), number)
@@ -348,11 +350,11 @@ def _rows(batch: Any, rows: list[int], size: int) -> Any:
 
 
 def draw_history(history: History, gap_of: str) -> Figure:
-    """The gap beside random, centre and input gradient; and a panel for each other score.
+    """Draw the gap of the map and of the baselines, and a panel for each other score.
 
     Args:
         history: the scores over the epochs.
-        gap_of: the quantity whose gap it is, such as "p".
+        gap_of: the quantity of the gap, such as "p".
     """
     others = [name for name in _SHARES if history.get(name)]
     figure = Figure(figsize=(4.4 * (1 + len(others)), 3.4), layout="constrained")

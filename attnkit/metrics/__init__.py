@@ -1,15 +1,15 @@
-"""Metrics for torchmetrics: of captions, and of maps that say where a model looks.
+"""Metrics for torchmetrics: for captions, and for maps of where a model looks.
 
-Captions, without Java: BLEU, ROUGE-L, CIDEr, CIDEr-D; METEOR with it.
+Caption metrics are BLEU, ROUGE-L, CIDEr and CIDEr-D, and METEOR, which needs Java.
 
     scores = MetricCollection({"cider": CIDErD(), "rouge": ROUGEL()} | {f"bleu{n}": BLEU(n) …})
     scores.update(["a dog runs"], [["a dog is running", "the dog runs"]])
     scores.compute()
 
-On the same tokens their numbers are those of the scorers that papers report, pycocoevalcap and
-vrama91/cider. Each class says its formula, and where these scorers differ from their papers.
+On the same tokens they give the numbers of the scorers that papers use, pycocoevalcap and
+vrama91/cider. Each class documents its formula, and where these scorers differ from their papers.
 
-Maps: `PerturbationGap`, `PointingGame` and `AttributionMass`, of whole test sets.
+Metrics of maps over whole test sets are `PerturbationGap`, `PointingGame` and `AttributionMass`.
 """
 
 from typing import TYPE_CHECKING

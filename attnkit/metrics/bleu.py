@@ -53,7 +53,7 @@ class BLEU(CaptionMetric):
         return self._bleu(total), [self._bleu(each) for each in counts]
 
     def _count(self, prediction: Tokens, references: list[Tokens]) -> list[int]:
-        """Lengths of the prediction and the closest reference; matches, k-grams, for each k."""
+        """Return the lengths of prediction and closest reference, and matches and k-grams by k."""
         length = len(prediction)
         closest = min((abs(len(text) - length), len(text)) for text in references)[1]
         theirs = [count_ngrams(text, self.n_gram) for text in references]

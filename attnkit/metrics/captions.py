@@ -1,4 +1,4 @@
-"""What all caption metrics share: the captions they keep, on one rank or several."""
+"""The base class of caption metrics, which stores captions on one or several ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tokens = list[str]
 
 
 class ScoredCaption(NamedTuple):
-    """A prediction, its score, and what it was held against."""
+    """A prediction, its score, and its references."""
 
     score: float
     prediction: str
@@ -25,15 +25,15 @@ class ScoredCaption(NamedTuple):
 
 
 class CaptionMetric(Metric):
-    """A score of predicted captions against references, of the whole corpus.
+    """A score of predicted captions against references, over the whole corpus.
 
-    `update(predictions, references)` takes captions and, for each, one reference or more. The
-    captions are kept as they came, as bytes, and tokenised in `compute`, which under several
-    processes is over the captions of all of them: what depends on the corpus, such as document
-    frequencies, is then right. All metrics keep the same, so that those of a `MetricCollection`
-    keep it once, whatever their tokenizers. `forward` scores its batch as if it were the corpus.
+    `update(predictions, references)` takes captions and, for each, one or more references. The
+    captions are stored unchanged as bytes and tokenised in `compute`, which runs over the captions
+    of all processes. So statistics of the corpus, such as document frequencies, are right. All
+    caption metrics have the same state, so that a `MetricCollection` stores it once for all
+    tokenizers. `forward` scores its batch as if it were the corpus.
 
-    A subclass gives `score(predictions, references)`, on tokens.
+    A subclass defines `score(predictions, references)`, on tokens.
 
     Args:
         tokenizer: "whitespace": `str.split`; "words": lower case, punctuation and symbols off but
@@ -67,33 +67,33 @@ class CaptionMetric(Metric):
     def score(
         self, predictions: list[Tokens], references: list[list[Tokens]]
     ) -> tuple[float, list[float]]:
-        """The score of the corpus, and that of each prediction."""
+        """Return the score of the corpus, and that of each prediction."""
 
     def update(self, predictions: Sequence[str], references: Sequence[Sequence[str]]) -> None:
         """Add captions to the corpus.
 
         Args:
             predictions: a caption for each image.
-            references: a list of one or more for each image.
+            references: a list of one or more references for each image.
         """
         _check(predictions, references)
         lines = [json.dumps([*pair]) + "\n" for pair in zip(predictions, references, strict=True)]
         if lines:
-            text = bytearray("".join(lines), "ascii")  # as JSON escapes what is not
+            text = bytearray("".join(lines), "ascii")  # JSON escapes other characters
             chunk = torch.frombuffer(text, dtype=torch.uint8).to(self.device)
             assert isinstance(self.captions, list)
             self.captions.append(chunk)
 
     def compute(self) -> Tensor:
-        """The score of the corpus: a scalar, in float64 where the device has it."""
+        """Return the score of the corpus, a scalar, in float64 if the device supports it."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         return torch.tensor(self.score(*self._tokens())[0], dtype=dtype, device=self.device)
 
     def per_caption(self) -> list[ScoredCaption]:
-        """Each caption of the corpus with its own score; sorted, they are from worst to best.
+        """Return each caption of the corpus with its own score, which sorts from worst to best.
 
-        In the order of `update`, and those of rank 0 first. Under several processes each must
-        call it, and has the captions of all.
+        Captions are in the order of `update`, those of rank 0 first. With several processes, all
+        must call it, and each gets the captions of all.
         """
         with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync):
             pairs = self._pairs()
@@ -101,9 +101,9 @@ class CaptionMetric(Metric):
         return [ScoredCaption(score, *pair) for score, pair in zip(scores, pairs, strict=True)]
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
-        """As `torchmetrics.Metric.sync`."""
-        # of a rank without captions, torchmetrics sends an empty tensor of floats, which does not
-        # go with the bytes of the others
+        """Synchronize as `torchmetrics.Metric.sync` does."""
+        # for a rank without captions, torchmetrics would send an empty float tensor, which cannot
+        # be concatenated with the bytes of the others
         if not self._is_synced:
             self.captions = [self._bytes()]
         super().sync(*args, **kwargs)
@@ -111,7 +111,7 @@ class CaptionMetric(Metric):
     def _bytes(self) -> Tensor:
         chunks = [self.captions] if isinstance(self.captions, Tensor) else self.captions
         nothing = torch.zeros(0, dtype=torch.uint8, device=self.device)
-        # set_dtype turns them to floats, which hold every byte
+        # set_dtype converts the bytes to floats, which represent them exactly
         return torch.cat([nothing, *(chunk.to(nothing) for chunk in chunks)])
 
     def _pairs(self) -> list[tuple[str, list[str]]]:

@@ -72,7 +72,7 @@ class CIDEr(CaptionMetric):
         return fmean(scores), scores
 
     def _likeness(self, ours: _Vector, theirs: _Vector) -> float:
-        """The mean over lengths of n-grams."""
+        """Return the similarity of two captions, the mean over lengths of n-grams."""
         products = [0.0] * self.n_gram
         for w, weight in ours.weights.items():
             if w in theirs.weights:

@@ -5,10 +5,10 @@ from importlib.util import find_spec
 
 
 def require_java(what: str) -> None:
-    """Raise where pycocoevalcap, which brings the programs, or the Java to run them is missing.
+    """Raise an error if pycocoevalcap, which holds the programs, or Java is missing.
 
     Raises:
-        RuntimeError: with all that is missing.
+        RuntimeError: something is missing; the message names all of it.
     """
     missing = []
     if find_spec("pycocoevalcap") is None:

@@ -1,4 +1,4 @@
-"""Whether a map points to where an object is known to be."""
+"""Metrics of whether maps point to known objects."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Masks = Annotated[Tensor, "batch height width", bool]
 
 
 class _OnObjects(MeanOverImages):
-    """A share for each image; a constant map scores the mask's area."""
+    """Base class of metrics with a share for each image; a constant map scores the mask's area."""
 
     def update(self, maps: Maps, masks: Masks) -> None:
         """Add some images.
 
         Args:
-            maps: of any size, which need not be that of the masks.
+            maps: maps of any size, which may differ from that of the masks.
             masks: True = the object.
         """
         check_maps(maps, masks)
         self.add(self.score(maps, masks), area(masks))
 
     def score(self, maps: Maps, masks: Masks) -> Annotated[Tensor, "batch"]:
-        """The share of each image."""
+        """Return the share of each image."""
         raise NotImplementedError
 
 
 class PointingGame(_OnObjects):
-    """How often the largest value of a map is on the object (Zhang et al., Top-down neural
+    """The share of maps whose largest value is on the object (Zhang et al., Top-down neural
     attention by excitation backprop, 2018).
 
     If several places share the largest value, their mean is taken. So a constant map scores chance,
@@ -80,14 +80,14 @@ class AttributionMass(_OnObjects):
 
 
 def pointing(maps: Maps, masks: Masks) -> Annotated[Tensor, "batch"]:
-    """How much of the place where the map is largest the mask covers; of several, the mean."""
+    """Return the share of the map's largest place that the mask covers, the mean over ties."""
     inside = covered(masks, maps)
     largest = (maps == maps.amax(dim=(1, 2), keepdim=True)).to(inside)
     return (largest * inside).sum(dim=(1, 2)) / largest.sum(dim=(1, 2))
 
 
 def mass(maps: Maps, masks: Masks) -> Annotated[Tensor, "batch"]:
-    """The share of the map's positive values that is in the mask."""
+    """Return the share of the map's positive values that is in the mask."""
     inside = covered(masks, maps)
     positive = maps.clamp(min=0).to(inside)
     whole = positive.sum(dim=(1, 2))
@@ -96,12 +96,12 @@ def mass(maps: Maps, masks: Masks) -> Annotated[Tensor, "batch"]:
 
 
 def area(masks: Masks) -> Annotated[Tensor, "batch"]:
-    """The share of the image that is in the mask: what chance gives."""
+    """Return the share of the image that is in the mask, which is the score by chance."""
     return masks.float().mean(dim=(1, 2))
 
 
 def covered(masks: Masks, maps: Maps) -> Maps:
-    """The share of each place of the map that the mask covers."""
+    """Return the share of each place of the map that the mask covers."""
     rows, columns = maps.shape[1:]
     return on_grid(masks.to(maps.device), (rows, columns))
 
@@ -109,10 +109,10 @@ def covered(masks: Masks, maps: Maps) -> Maps:
 def on_grid(
     masks: Annotated[Tensor, "*batch height width", bool], grid: tuple[int, int]
 ) -> Annotated[Tensor, "*batch map_height map_width"]:
-    """The share of each place that the mask covers, a place being a rectangle of the image.
+    """Return the share of each place of a grid that the mask covers.
 
-    A map that lies evenly on its places has Σ map · share on the object, exactly, whether places
-    begin between pixels or are smaller than these.
+    Places are rectangles of the image. The mass of a map on the object is Σ map · share, exactly,
+    even if places start between pixels or are smaller than pixels.
     """
     rows, columns = (
         _overlap(places, side, masks.device)
@@ -122,7 +122,7 @@ def on_grid(
 
 
 def _overlap(places: int, side: int, device: torch.device) -> Tensor:
-    """[places, side]: how much of each place every pixel has, along one side."""
+    """Return the share of each place that every pixel covers along one side, [places, side]."""
     ends = torch.arange(places + 1, device=device) * side  # in pixels, times places
     pixels = torch.arange(side + 1, device=device) * places
     first = torch.maximum(ends[:-1, None], pixels[:-1])
@@ -131,7 +131,7 @@ def _overlap(places: int, side: int, device: torch.device) -> Tensor:
 
 
 def check_maps(maps: Tensor, masks: Tensor) -> None:
-    """ValueError or TypeError that names the wrong one."""
+    """Raise a ValueError or TypeError unless maps and masks fit together."""
     if not isinstance(maps, Tensor) or not maps.is_floating_point():
         raise TypeError(f"maps: expected a floating-point tensor, got {_kind(maps)}")
     if not isinstance(masks, Tensor) or masks.dtype != torch.bool:

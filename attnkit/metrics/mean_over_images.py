@@ -1,4 +1,4 @@
-"""What the metrics of maps share: a number for each image, and their mean over all ranks."""
+"""The base class of metrics of maps: the mean over images of a number for each image."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torchmetrics import Metric
 class MeanOverImages(Metric):
     """The mean of a number that each image has; its standard error on request.
 
-    Only sums are kept, so that a whole test set costs four numbers and ranks are added up.
+    Only four sums are stored, which are added over ranks.
 
     Args:
-        over_chance: the mean divided by that of what chance gives.
+        over_chance: whether the mean is divided by the mean score by chance.
         **kwargs: of `torchmetrics.Metric`.
 
     Raises:
@@ -27,8 +27,8 @@ class MeanOverImages(Metric):
     full_state_update = False
 
     state: str
-    """The name of the sums. A `MetricCollection` takes metrics for one whose states have the same
-    names and, at the first batch, values: each kind needs its own name."""
+    """The name of the state. A `MetricCollection` merges metrics whose states have equal names and,
+    at the first batch, equal values, so each kind needs its own name."""
 
     def __init__(self, *, over_chance: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -38,21 +38,21 @@ class MeanOverImages(Metric):
     def add(
         self, values: Annotated[Tensor, "batch"], chances: Annotated[Tensor, "batch"] | None = None
     ) -> None:
-        """Add the numbers of some images, and what chance gives for them."""
+        """Add the numbers of some images, and their scores by chance."""
         chances = torch.zeros_like(values) if chances is None else chances
         of_batch = torch.stack((values, values.square(), torch.ones_like(values), chances)).sum(1)
         setattr(self, self.state, getattr(self, self.state) + of_batch.to(self.device))
 
     def compute(self) -> Annotated[Tensor, ""]:
-        """The mean over the images, over that of chance with `over_chance`: a scalar."""
+        """Return the mean over the images, divided by that of chance with `over_chance`."""
         total, _, count, chances = self._sums()
         return total / (chances if self.over_chance else count)
 
     def standard_error(self) -> Annotated[Tensor, ""]:
-        """Of the mean number, over the images: √(variance / images); NaN of one image.
+        """Return the standard error of the mean, √(variance / images); NaN for one image.
 
-        Under several processes each must call it, and has that of the images of all. Chance is
-        taken as known.
+        With several processes all must call it, and each gets that over all images. Chance counts
+        as known exactly.
         """
         with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync):
             total, squares, count, chances = self._sums()

@@ -1,4 +1,4 @@
-"""METEOR of captions, by the Java program that defines it."""
+"""METEOR of captions, computed by its original Java program."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ class METEOR(CaptionMetric):
     translation evaluation for any target language). The score of the corpus is of its sums, not
     the mean of its captions' scores.
 
-    It takes pycocoevalcap (`pip install 'attnkit[coco]'`, about 100 MB), a `java` on the PATH, and
-    up to 2 GB of memory for it, and starts Java at each `compute` and `forward`; of several
-    processes, on each.
+    It needs pycocoevalcap (`pip install 'attnkit[coco]'`, about 100 MB), a `java` on the PATH, and
+    up to 2 GB of memory. Java is started at each `compute` and `forward`, on each of several
+    processes.
 
     Args:
         tokenizer, **kwargs: as in `CaptionMetric`; the tokens are then normalized by METEOR.
 
     Raises:
-        RuntimeError: without pycocoevalcap or Java, when made, with what is missing; if the program
-            fails.
+        RuntimeError: pycocoevalcap or Java is missing, at construction; the program fails.
     """
 
     plot_upper_bound = 1.0
@@ -56,5 +55,5 @@ class METEOR(CaptionMetric):
 
 
 def _line(tokens: Tokens) -> str:
-    """The text in one line, without METEOR's separator |||."""
+    """Return the text in one line, without METEOR's separator |||."""
     return " ".join(" ".join(tokens).replace("|||", " ").split())

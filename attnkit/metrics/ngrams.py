@@ -1,4 +1,4 @@
-"""The n-grams of a caption, counted."""
+"""Counts of the n-grams of a caption."""
 
 from collections import Counter
 from itertools import chain
@@ -9,7 +9,7 @@ NGram = tuple[str, ...]
 
 
 def count_ngrams(tokens: Tokens, n_gram: int) -> Counter[NGram]:
-    """How often each n-gram of 1 to `n_gram` tokens occurs."""
+    """Count each n-gram of 1 to `n_gram` tokens."""
     shifted = [tokens[start:] for start in range(n_gram)]
     return Counter(
         chain.from_iterable(zip(*shifted[:n], strict=False) for n in range(1, n_gram + 1))

@@ -58,7 +58,7 @@ def perturbation_gap(
     least_first: Annotated[Tensor, "*batch points"],
     removed: Annotated[Tensor, "points"] | None = None,
 ) -> Annotated[Tensor, "*batch"]:
-    """The area between the two curves, of each image; the arguments are those of the metric."""
+    """Return the area between the two curves of each image; arguments as in the metric."""
     if most_first.shape != least_first.shape:
         raise ValueError(
             f"least_first: expected the shape of most_first {list(most_first.shape)}, "
@@ -77,7 +77,7 @@ def perturbation_gap(
 
 
 def check_removed(removed: Tensor, points: int) -> None:
-    """ValueError where these are not so many shares that rise from 0 to 1."""
+    """Raise a ValueError unless `removed` are `points` shares that rise from 0 to 1."""
     if list(removed.shape) != [points]:
         raise ValueError(
             f"removed: expected {points} shares, as the curves have points, "

@@ -52,9 +52,9 @@ def _rouge(prediction: Tokens, references: list[Tokens]) -> float:
 
 
 def _common_lengths(first: Tokens, others: list[Tokens]) -> list[int]:
-    """The length of the longest common subsequence with each of the others.
+    """Return the length of the longest common subsequence with each of the others.
 
-    A row of the usual table as one integer, in which a 0 at bit i says that the length grows by
+    A row of the usual table is one integer, in which a 0 at bit i means that the length grows by
     one at `first[i]` (Hyyrö 2004, Bit-parallel LCS-length computation revisited).
     """
     places: defaultdict[str, int] = defaultdict(int)

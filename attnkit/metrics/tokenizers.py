@@ -1,4 +1,4 @@
-"""From captions to tokens."""
+"""Tokenizers of captions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tokenizer = Literal["whitespace", "words", "ptb"] | Callable[[str], list[str]]
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raise where `tokenizer` is none, or cannot work here."""
+    """Raise an error if `tokenizer` is not a tokenizer, or cannot run here."""
     if tokenizer == "ptb":
         require_java('tokenizer="ptb"')
     elif tokenizer not in ("whitespace", "words") and not callable(tokenizer):
@@ -27,7 +27,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def tokenize(texts: list[str], tokenizer: Tokenizer) -> list[list[str]]:
-    """The tokens of each text."""
+    """Return the tokens of each text."""
     if tokenizer == "whitespace":
         return [text.split() for text in texts]
     if tokenizer == "words":
@@ -44,7 +44,7 @@ def tokenize(texts: list[str], tokenizer: Tokenizer) -> list[list[str]]:
 
 
 class _Plain(dict[int, str]):
-    """For `str.translate`: punctuation and symbols, of any script, to a space."""
+    """A table for `str.translate` that maps punctuation and symbols of any script to a space."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
@@ -60,11 +60,11 @@ _SPACELESS = re.compile(
     "\U00020000-\U0003ffff]"
 )
 _DASHES = re.compile("['-]{2,}")
-_JOINERS = "\u200c\u200d"  # between letters that are one or stay apart, as in Persian and Hindi
+_JOINERS = "\u200c\u200d"  # zero-width (non-)joiners between letters, as in Persian and Hindi
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation and symbols.
+    """Return the words of a text in lower case, without punctuation and symbols.
 
     Apostrophes and hyphens stay inside words: "dog's" and "t-shirt" are one each. Combining marks
     stay with their letters, and characters that can be written in several ways are the same (NFC).
@@ -80,12 +80,12 @@ def words_of(text: str) -> list[str]:
     words = _DASHES.sub(" ", plain).split()
     if _SPACELESS.search(plain):
         words = [part for word in words for part in _characters(word)]
-    # what joins and colours emoji is left of them, and no word
+    # joiners and colour modifiers remain of emoji, and are no words
     return [word.strip("'-") for word in words if any(map(str.isalnum, word))]
 
 
 def text_of(words: Iterable[str]) -> str:
-    """The text that such words are of: a space between two, unless neither's script has spaces."""
+    """Return the text of words, with a space between two unless neither script has spaces."""
     text = ""
     for word in words:
         apart = text and not (_is_spaceless(text[-1]) and _is_spaceless(word[0]))
@@ -94,7 +94,7 @@ def text_of(words: Iterable[str]) -> str:
 
 
 def _characters(word: str) -> list[str]:
-    """Each character of a script without spaces, with its marks; what is between them whole."""
+    """Split off each character of a script without spaces, with its marks; keep other parts."""
     parts: list[str] = []
     is_whole = False
     for character in word:
@@ -113,10 +113,10 @@ def _is_spaceless(character: str) -> bool:
 
 
 def _penn_treebank(texts: list[str]) -> list[list[str]]:
-    """What pycocoevalcap's `PTBTokenizer` makes of the texts, by the same Java program.
+    """Return the tokens of pycocoevalcap's `PTBTokenizer`, from the same Java program.
 
-    Theirs writes a file beside its own code, which a read-only installation does not allow; here
-    the program reads and writes pipes.
+    `PTBTokenizer` writes a file beside its own code, which a read-only installation does not allow;
+    here the program reads and writes pipes.
     """
     theirs = import_module("pycocoevalcap.tokenizer.ptbtokenizer")
     jar = Path(str(theirs.__file__)).with_name(theirs.STANFORD_CORENLP_3_4_1_JAR)

@@ -507,7 +507,7 @@ BAD = {
         "layers: 'occlusion' does not use attention layers; leave it out",
     ),
     "layers of a map": (
-        ours, {"layers": -1, "method": IMAGES[:, 0]}, TypeError, "layers: only methods of attnkit's"
+        ours, {"layers": -1, "method": IMAGES[:, 0]}, TypeError, "layers: only attnkit's own"
     ),
     "option": (ours, {"steps": 3}, TypeError, "steps: 'relevance' has no options"),
     "other option": (

@@ -289,7 +289,7 @@ def test_shipped_configurations_build_and_take_a_step(name):
             "out_heads: with last_linear .* expected None, got 1",
         ),
         ({"input_dropout_p": 2.0}, "input_dropout_p: expected .* got 2.0"),
-        ({"mlp_ratio": 0.01}, "mlp_ratio: 0.01 of 12 channels leaves none"),
+        ({"mlp_ratio": 0.01}, "mlp_ratio: expected at least one channel, got 0.01 of 12"),
         ({"norm": "group"}, "norm: expected 'layer', 'batch' or None, got 'group'"),
         ({"activation": "tanh"}, "activation: expected 'elu', 'relu' or 'gelu', got 'tanh'"),
         ({"score": "gat2"}, "score: expected one of .*got 'gat2'"),

@@ -233,7 +233,7 @@ def test_drop_path_rises_linearly():
         ({"class_token": False}, "pooling: 'class' reads the class token"),
         ({"depth": 0}, "depth: expected at least 1, got 0"),
         ({"num_classes": -1}, "num_classes: expected at least 0, got -1"),
-        ({"mlp_ratio": 0.01}, "mlp_ratio: expected at least one channel, got 0.01 of dim 24"),
+        ({"mlp_ratio": 0.01}, "mlp_ratio: expected at least one hidden channel, got 0.01"),
         ({"drop_path": 1.0}, "drop_path: expected 0 <= drop_path < 1, got 1.0"),
         ({"positions": "sincos2d", "position_std": 0.5}, "only 'learned' and.*got 0.5 with 'sinc"),
         ({"positions": None, "position_std": 0.02}, "got 0.02 with None"),

@@ -1,1 +1,1 @@
-"""The doctor: every attention that a machine can run, held to the definition."""
+"""The doctor, which compares every attention that a machine can run with the definition."""

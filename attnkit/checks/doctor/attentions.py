@@ -1,4 +1,4 @@
-"""The attentions of a machine, each by the lines of a program that call it."""
+"""The attention implementations of a machine, each with the lines of a program that call it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ Lines = Callable[[Case], str | None]
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention, and how it is asked.
+    """One attention implementation, and how a program calls it.
 
     Args:
-        name: how the report calls it.
-        lines: for a case the lines that make `output` of `query`, `key`, `value`, `bias`, `scale`,
-            `allowed` and `dropout_p`; None where it has no argument for what the case wants.
+        name: name in the report.
+        lines: function from a case to the lines that compute `output` from `query`, `key`, `value`,
+            `bias`, `scale`, `allowed` and `dropout_p`; None if it has no argument that the case
+            needs.
         imports: lines that come before.
-        defined: the lines that make `expected`.
-        is_same: it is given one tensor as queries, keys and values.
-        is_top_left: its causal mask is aligned at the first query and key, not at the last.
-        is_ours: it is attnkit's: it refuses in its own words, and gives 0 to a query that may look
-            nowhere, of which others promise nothing.
-        kernel: the name of `backend=`, if it has one.
-        is_slow: it is asked a few of the cases only.
-        may_refuse: whether it may refuse an attention without anything, as one does that is forced.
-        dtypes: those it takes.
+        defined: the lines that compute `expected`.
+        is_same: whether queries, keys and values are one tensor.
+        is_top_left: whether its causal mask is aligned at the first query and key, not at the last.
+        is_ours: whether it is attnkit's: it then refuses by `UnsupportedError`, and gives 0 to a
+            query that may look nowhere, which others do not promise.
+        kernel: the name for `backend=`, if it has one.
+        is_slow: whether it runs only a few of the cases.
+        may_refuse: whether it may refuse even a plain attention, as a forced kernel may.
+        dtypes: the dtypes that it takes.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Attention:
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
 
     def program(self, case: Case) -> str | None:
-        """The program of a case, up to `output`; None where this attention cannot be asked."""
+        """Return the program of a case, up to `output`; None if the attention cannot run it."""
         lines = self.lines(case)
         is_missing = case.device == "mps" and case.dtype == "float64"
         if lines is None or is_missing or case.dtype not in self.dtypes:
@@ -60,7 +61,7 @@ class Attention:
 
 
 def attentions(device: str) -> Iterator[Attention]:
-    """Those that this installation has for a device."""
+    """Yield the attention implementations of this installation for a device."""
     for name, place in PLACES.items():
         if place.normalizer is Softmax or name == "reference":
             lines = _attend(f'backend="{name}"')
@@ -146,7 +147,7 @@ def _sdpa(within: str) -> Lines:
 
 
 def _multihead(mode: str, within: str = "") -> Lines:
-    """`nn.MultiheadAttention` whose projections are the identity."""
+    """Return the lines for `nn.MultiheadAttention` with identity projections."""
 
     def lines(case: Case) -> str | None:
         if case.is_grouped or case.scale is not None or case.dim != case.value_dim:
@@ -185,7 +186,7 @@ def _flex(case: Case) -> str | None:
         return None
     shape = f"{case.batch}, {case.heads}, {case.queries}, {case.keys}"
     call = "flex_attention" if case.device == "cpu" else "torch.compile(flex_attention)"
-    detached = ".detach()" if case.device == "cpu" else ""  # where it has no gradient
+    detached = ".detach()" if case.device == "cpu" else ""  # it has no gradient on the CPU
     lines = mask = score = ""
     if case.mask != "none":
         lines = f"allowed_all = allowed.expand({shape})\n"
@@ -257,7 +258,7 @@ _PYG = {
 
 
 def _pyg(layer: str) -> Lines:
-    """A convolution over a graph from keys to queries, whose projections are the identity."""
+    """Return the lines for a convolution from keys to queries with identity projections."""
 
     def lines(case: Case) -> str | None:
         is_plain = not case.bias and case.scale is None and not case.is_grouped
@@ -278,6 +279,6 @@ output = output.unflatten(1, ({case.heads}, -1)).transpose(0, 1)[None]"""
 
 
 def devices() -> tuple[str, ...]:
-    """Those that this machine has."""
+    """Return the device types of this machine."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     return ("cpu", *(device for device, is_there in there.items() if is_there))

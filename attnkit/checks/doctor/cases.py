@@ -1,7 +1,7 @@
-"""What an attention is asked, as a program: tensors, a mask, and the definition of the answer.
+"""Test cases as programs: tensors, a mask, and the definition of the expected output.
 
-A program is text, which is run as it stands and printed with a finding, so that whoever pastes it
-elsewhere runs what was run here.
+A program is text that is executed as it is and printed with a finding, so that a user who copies it
+runs exactly what was run here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def definition(query, key, value, allowed, bias=0.0, scale=None):
     return weights.masked_fill(~allowed, 0.0) @ value  # where a query may look nowhere: 0
 
 """
-"""Attention in torch alone; it is given float64."""
+"""The definition of attention, in torch; its inputs are float64."""
 
 DEFINED = """\
 inputs = {name: t for name, t in {"query": query, "key": key, "value": value, "bias": bias}.items()
@@ -31,7 +31,7 @@ inputs = {name: t for name, t in {"query": query, "key": key, "value": value, "b
 exact = {name: t.detach().cpu().double().requires_grad_() for name, t in inputs.items()}
 expected = definition(**exact, allowed=allowed.cpu(), scale=scale)
 """
-"""The lines that make `expected`, which an attention with another score replaces."""
+"""The lines that compute `expected`; an attention with another score has its own."""
 
 COMPARED = """\
 towards = torch.randn(expected.shape, dtype=torch.float64)
@@ -54,9 +54,9 @@ LAYOUTS = {
     "every other": "torch.randn({batch}, {heads}, 2 * {tokens}, {dim}, **kind)[:, :, ::2]",
     "expanded": "torch.randn(1, {heads}, {tokens}, {dim}, **kind).expand({batch}, -1, -1, -1)",
 }
-"""How queries, keys and values lie in memory."""
+"""Memory layouts of queries, keys and values."""
 
-PACKED = 40  # tokens of a sequence that is packed with others
+PACKED = 40  # tokens of each packed sequence
 _ROWS, _COLUMNS = "torch.arange({queries})[:, None]", "torch.arange({keys})"
 MASKS = {
     "none": "torch.ones(1, 1, {queries}, {keys}, dtype=torch.bool)",
@@ -70,7 +70,7 @@ MASKS = {
     "packed": f"({_ROWS} // {PACKED} == {_COLUMNS} // {PACKED})[None, None]",
     "edges": "torch.rand(1, 1, {queries}, {keys}) < 0.2",
 }
-"""Who may look where, True = may look."""
+"""Masks by name, True = may look."""
 
 _SMALLER = (1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 192, 256, 257)
 
@@ -81,14 +81,15 @@ class Case:
 
     Args:
         mask: a key of `MASKS`.
-        lengths: of `padding`: "some" tokens are padding, "dead", of one item all, or "all" of all.
-        bias: the shape of the bias by what it has one for, "keys", "heads", "items" or "full"; ""
-            is none.
+        lengths: how much is padding: "some" tokens, "dead": all tokens of one item, or "all" tokens
+            of all items.
+        bias: the dimension over which the bias varies, "keys", "heads", "items" or "full"; "": no
+            bias.
         layout: a key of `LAYOUTS`.
-        around: what all scores are near: at −100 sums of exponentials are below 1e-38, at 100
-            above 1e38.
-        is_rewritten: whether the mask's tensor is attended with and then written to.
-        trains: whether gradients are wanted.
+        around: the value that all scores are close to: at −100 sums of exponentials are below
+            1e-38, at 100 above 1e38.
+        is_rewritten: whether the mask's tensor is used in a call and then written to.
+        trains: whether gradients are computed.
     """
 
     mask: str = "none"
@@ -115,7 +116,7 @@ class Case:
         return self.heads != self.kv_heads
 
     def __str__(self) -> str:
-        """Its shape, and what it has that `Case()` has not."""
+        """Return the shape, and all fields that differ from `Case()`."""
         shape = f"{self.batch} × {self.heads} × {self.queries} × {self.dim}"
         said = [f"{shape} {self.dtype} on {self.device}"]
         for field in fields(self)[:-2]:
@@ -127,10 +128,11 @@ class Case:
         return ", ".join(said)
 
     def tensors(self, *, is_same: bool, is_top_left: bool) -> str:
-        """The lines that make `query`, `key`, `value`, `bias`, `scale`, `dropout_p`, `allowed`.
+        """Return the lines that define `query`, `key`, `value`, `bias`, `scale`, `dropout_p` and
+        `allowed`.
 
         Args:
-            is_same: one tensor is all three.
+            is_same: query, key and value are one tensor.
             is_top_left: query i sees the keys up to i; else the last query sees the last key.
         """
         query = LAYOUTS[self.layout].format(
@@ -177,7 +179,7 @@ class Case:
         return "\n".join(line for line in lines if line) + "\n"
 
     def smaller(self) -> Iterator[Case]:
-        """Cases that have one thing less, the plainest first."""
+        """Yield cases that are simpler in one respect, the simplest first."""
         plain = Case()
         for name in ("layout", "bias", "scale", "around", "is_rewritten", "lengths", "mask"):
             if getattr(self, name) != getattr(plain, name):
@@ -199,13 +201,13 @@ class Case:
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
-    """The cases that public bugs needed, on float32 and the CPU.
+    """Yield cases that trigger publicly reported bugs, in float32 on the CPU.
 
-    Lengths on both sides of a block of 64 and 128, and of 64 left over (pytorch 196678); scores so
-    low or high that exponentials vanish or overflow; head dimensions that no vector unit has;
-    grouped heads; memory in another order or shared; more items than a CUDA grid has rows, 65,535;
-    rows that see nothing; a mask of each head; a bias for all; a mask that is written to; no
-    gradient wanted.
+    They have lengths just below and above blocks of 64 and 128, and with a remainder of 64 (pytorch
+    196678); scores so low or high that exponentials vanish or overflow; head dimensions that are
+    not multiples of vector units; grouped heads; permuted or shared memory; more items than the
+    65,535 rows of a CUDA grid; rows that see nothing; a mask for each head; a bias for all; a mask
+    that is written to; and no gradients.
     """
     lengths = (1, 63, 64, 65, 127, 128, 192, 257)
     for mask in ("none", "causal"):

@@ -1,4 +1,4 @@
-"""The examination of one attention: cases against the definition, and the properties of any."""
+"""The examination of one attention: cases against the definition, and general properties."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ COLUMNS = {
     "padding_appended": "padding",
     "dead_rows": "dead rows",
 }
-"""The properties of `check_attention` that every attention must have, by column of the report."""
+"""The checks of `check_attention` that every attention must pass, with their report columns."""
 
 TINY = Case(batch=3, queries=7, keys=7, dim=8, value_dim=8)
 DROPOUT = Case(batch=8, heads=4, kv_heads=4, dim=64, value_dim=64, dropout_p=0.25)
-FAR = 8.0  # times the tolerance: scores near ±100 have fewer digits after the point
-NEW = 211  # tokens that no case has
-GROWTH = (2048, 4096)  # beyond the sizes where kernels take larger blocks
-TRIALS = 200  # of smaller cases
+FAR = 8.0  # factor on the tolerance for scores near ±100, which have fewer digits after the point
+NEW = 211  # a number of tokens that no case has
+GROWTH = (2048, 4096)  # numbers of tokens above those where kernels switch to larger blocks
+TRIALS = 200  # maximum number of smaller cases to try
 
 Names = dict[str, Any]
 
 
 class Refused(Exception):
-    """The attention says that it cannot compute a case, or has no argument for it."""
+    """Raised if an attention refuses to compute a case, or has no argument for it."""
 
 
 def tolerance(case: Case) -> float:
-    """The difference that another order of sums may make, as a share of the largest value."""
+    """Return the difference that another order of sums may cause, relative to the largest value."""
     return torch.finfo(getattr(torch, case.dtype)).eps ** 0.75 * (FAR if case.around else 1.0)
 
 
 def computed(attention: Attention, case: Case, more: str = "") -> Names:
-    """The variables that a case's program leaves, `output` among them.
+    """Run a case's program and return its variables, `output` among them.
 
     Raises:
-        Refused: the attention cannot compute this. attnkit's says so by its `UnsupportedError`;
-            others have no error of their own for it.
+        Refused: the attention cannot compute the case. attnkit's raises `UnsupportedError`; others
+            have no special error, so any error before `output` counts.
     """
     program = attention.program(case)
     if program is None:
@@ -103,9 +103,11 @@ class Examination:
         self.faults.append(Fault(self.name, what, verdict, seen, program))
 
     def ask(self, cases: Iterable[Case], seconds: float = inf) -> None:
-        """Hold each case to the definition, and start none after so many seconds. For each column
-        the first case that is wrong is told, made as small as it stays wrong. "auto" is kept from
-        each kind that is wrong."""
+        """Compare each case with the definition, and start none after `seconds`.
+
+        For each column, the first wrong case is reported, reduced to the smallest case that is
+        still wrong. All wrong kinds of inputs are recorded, so that "auto" avoids them.
+        """
         started = perf_counter()
         for asked in cases:
             if perf_counter() - started > seconds:
@@ -123,8 +125,8 @@ class Examination:
                     self.tell(what, case, seen)
 
     def refused(self, case: Case, refusal: Refused) -> None:
-        """Tell a refusal that is a fault: of an attention without a mask or bias, or of a number of
-        tokens where 64 are served. A forced kernel of torch may say that it does not serve it."""
+        """Report a refusal that is a fault: of a plain attention, or of a number of tokens if 64
+        tokens work. A forced kernel of torch may refuse by "No available kernel"."""
         raised = refusal.__cause__
         self.reason = self.reason or str(refusal).splitlines()[0]
         if raised is None or self.attention.is_ours or self.has_raised:
@@ -159,7 +161,7 @@ class Examination:
         self.forbid(what, small, f"{small}: {seen}")
 
     def forbid(self, what: str, case: Case, seen: str) -> None:
-        """Let "auto" leave the kernel out wherever what this case is made of is."""
+        """Record that "auto" must not use the kernel for inputs with this case's features."""
         if self.attention.kernel and (kind := self.kind(what, case)) is not None:
             self.wrong.append(ledger.Wrong(self.attention.kernel, kind, what, seen))
 
@@ -168,8 +170,10 @@ class Examination:
         return kind is None or any(wrong.kind <= kind for wrong in self.wrong)
 
     def kind(self, what: str, case: Case) -> ledger.Kind | None:
-        """What "auto" goes by in a case; without "gradient" where the output is wrong already.
-        None where `attend` has no such attention."""
+        """Return the features of a case that the ledger distinguishes; None if `attend` refuses it.
+
+        "gradient" is left out unless the gradients are what is wrong.
+        """
         tensors = case.tensors(is_same=False, is_top_left=False)
         mask = (self.attention.lines(case) or "").split("\noutput")[0]
         names: Names = {}
@@ -181,11 +185,11 @@ class Examination:
         return kind if what == "gradients" else kind - {"gradient"}
 
     def printed(self, case: Case) -> str:
-        """The program of a case with the definition, which prints the differences."""
+        """Return the program of a case that prints the differences from the definition."""
         program = self.attention.program(case)
         assert program is not None
         head, tensors = program.split("\ntorch.manual_seed", 1)
-        if self.attention.is_ours:  # by the rules alone, as it was found
+        if self.attention.is_ours:  # without the ledger, as in the examination
             head = f'import os\n\nos.environ["ATTNKIT_LEDGER"] = "off"\n{head}'
         parts = [head, "\n", DEFINITION, "\ntorch.manual_seed", tensors]
         return "".join([*parts, self.attention.defined, COMPARED, PRINTED])
@@ -194,7 +198,7 @@ class Examination:
         return replace(case, device=self.device, dtype=self.dtype)
 
     def smallest(self, what: str, case: Case, seen: str) -> tuple[Case, str]:
-        """The smallest case found in which the same is wrong."""
+        """Return the smallest case found that is wrong in the same column."""
         trials = 0
         candidates = case.smaller()
         while trials < TRIALS and (smaller := next(candidates, None)) is not None:
@@ -208,10 +212,10 @@ class Examination:
         return case, seen
 
     def differences(self, case: Case) -> dict[str, tuple[float, str]]:
-        """By column the worst difference from the definition, and in words where it is.
+        """Return by column the worst difference from the definition, and its place in words.
 
         Raises:
-            Refused: the attention cannot compute this.
+            Refused: the attention cannot compute the case.
         """
         try:
             names = computed(self.attention, case, DEFINITION + self.attention.defined + COMPARED)
@@ -248,14 +252,14 @@ class Examination:
         return found
 
     def properties(self) -> None:
-        """What `check_attention` finds, with padding, and for a causal mask."""
+        """Run `check_attention` with padding and with a causal mask."""
         for mask in ("padding", "causal"):
             case = self.here(replace(TINY, mask=mask))
             try:
                 names = computed(self.attention, case)
-            except Exception:  # refused, or told as a fault of the cases
+            except Exception:  # refused, or reported by the cases already
                 continue
-            if not names["output"].requires_grad:  # who sees whom is read off gradients
+            if not names["output"].requires_grad:  # the checks need gradients
                 continue
             module = _Module(self.attention, case)
             is_causal = mask == "causal"
@@ -285,15 +289,15 @@ class Examination:
         return any(d > tolerance(case) for d, _ in self.differences(case).values())
 
     def repeated(self, case: Case) -> str:
-        """A program that calls twice and prints the difference."""
+        """Return a program that calls twice and prints the difference."""
         return (
             f"{self.attention.program(case)}first = output\n{self.attention.lines(case)}\n"
             'print("two calls differ by", (output - first).abs().max().item())\n'
         )
 
     def dropout(self) -> None:
-        """The share of weights that are dropped, the size of the others, and the same weights in
-        the backward: queries of 0, whose weights are equal, and values that are the identity."""
+        """Check the share of dropped weights, the size of the others, and that the backward drops
+        the same ones. Queries are 0, so that weights are equal, and values are the identity."""
         case = self.here(DROPOUT)
         size = case.keys
         identity = (
@@ -349,20 +353,20 @@ class Examination:
         self.forbid("dropout", case, said)
 
     def costs(self, *, memory: bool) -> None:
-        """How long a call with a new number of tokens takes more than the next, and how the peak
-        of memory grows with the tokens."""
+        """Measure how much longer a first call with a new number of tokens takes, and how peak
+        memory grows with the tokens."""
         new = self.here(replace(TINY, queries=NEW, keys=NEW))
         seconds = []
         for _ in range(4):
             start = perf_counter()
             try:
                 computed(self.attention, new)
-            except Exception:  # refused, or told as a fault of the cases
+            except Exception:  # refused, or reported by the cases already
                 return
             seconds.append(perf_counter() - start)
         more = 1000 * (seconds[0] - min(seconds[1:]))
         self.cells["new shape"] = f"{max(more, 0):.0f} ms"
-        # Apple's GPUs do not tell, and torch has one profiler
+        # MPS has no memory statistics, and torch cannot run two profilers
         if memory and self.device != "mps" and not torch.autograd._profiler_enabled():
             one = replace(new, batch=1)
             peaks = [_peak(self.attention, replace(one, queries=n, keys=n)) for n in GROWTH]
@@ -370,7 +374,7 @@ class Examination:
 
 
 class _Module(nn.Module):
-    """An attention as a module of tokens that hold query, key and value of each head."""
+    """An attention as a module over tokens that hold query, key and value of each head."""
 
     def __init__(self, attention: Attention, case: Case) -> None:
         super().__init__()
@@ -399,7 +403,7 @@ def _unmasked(module: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def inputs_of(names: Names) -> Inputs:
-    """What `attend` is given in a program of attnkit's."""
+    """Return the inputs of `attend` from the variables of a program for attnkit."""
     given = {name: names[name] for name in ("mask", "bias", "scale", "dropout_p")}
     return check_inputs(names["query"], names["key"], names["value"], **given)
 
@@ -415,7 +419,7 @@ def _largest(tensors: Sequence[Tensor]) -> float:
 
 
 def _worst(error: Tensor, name: str, limit: float) -> tuple[float, str]:
-    """The largest of the errors, inf for NaN, and which is the first above the limit."""
+    """Return the largest error, inf for NaN, and in words the first one above the limit."""
     error = error.detach().nan_to_num(inf, posinf=inf)
     worst = error.max().item()
     if not worst > limit:
@@ -425,8 +429,7 @@ def _worst(error: Tensor, name: str, limit: float) -> tuple[float, str]:
 
 
 def _peak(attention: Attention, case: Case) -> float:
-    """The most memory that a call and its backward held at once, in bytes, beyond what it was
-    given, as torch's allocator says."""
+    """Return the peak memory in bytes of a call and its backward, without its inputs."""
     names = computed(attention, case)
     backward = "if output.requires_grad:\n    output.sum().backward()\n"
     call = compile(f"{attention.lines(case)}\n{backward}", f"<{attention.name}>", "exec")

@@ -1,4 +1,4 @@
-"""The attention of a model, held to the definition at the shapes it has there."""
+"""Comparison of a model's attention with the definition, at the shapes of the model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from attnkit.core.running import evaluating
 
 
 def examine_model(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Row], list[Fault]]:
-    """A row for each attention that runs in `model(*inputs)`, in evaluation mode: its output, and
-    the gradients that its function gives, against the definition in float64.
+    """Return a row for each attention in `model(*inputs)`, in evaluation mode, and the faults.
+
+    Its output and the gradients of its function are compared with the definition in float64.
 
     Raises:
-        ValueError: no module; it raises; it ran no attention that is seen (`attnkit.core.capture`).
+        ValueError: the model is no module, raises, or ran no visible attention
+            (`attnkit.core.capture`).
     """
     rows, faults = [], []
     if not isinstance(model, nn.Module):
@@ -61,13 +63,13 @@ def examine_model(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Row],
 
 def _differences(call: AttentionCall) -> dict[str, tuple[float, str]]:
     if call.inputs.dropout_p or call.inputs.normalizer.draws:
-        return {}  # drawn numbers have no definition
+        return {}  # random outputs cannot be compared with the definition
     inputs = call.inputs
     exact = [_leaf(tensor.double()) for tensor in (call.query, call.key, call.value)]
     bias = None if inputs.bias is None else inputs.bias.detach().double()
     definition = reference_attention(_with(replace(inputs, bias=bias), exact))
     found = {"output": (difference(call.output.detach(), definition.detach()), "the output")}
-    # computed again: what a model hands on may be another tensor than what its kernel was given
+    # computed again, since the model may pass on another tensor than its kernel's output
     leaves = [_leaf(tensor.clone()) for tensor in (call.query, call.key, call.value)]
     output = _computed(call.tap, _with(inputs, leaves))
     if output.requires_grad:
@@ -94,8 +96,8 @@ def _with(inputs: Inputs, tensors: list[Tensor]) -> Inputs:
 
 
 def _of_edges(call: EdgeCall) -> dict[str, tuple[float, str]]:
-    """Of a layer whose values are kept, the output; of others the weights of a node's edges, whose
-    sum is 1."""
+    """Compare the output of a layer whose values are known; for others check that the weights of a
+    node's edges sum to 1."""
     source, target = call.edge_index
     weights = call.weights.double()
     sums = weights.new_zeros(call.num_nodes[1], call.num_heads).index_add(0, target, weights)
@@ -112,7 +114,7 @@ def _of_edges(call: EdgeCall) -> dict[str, tuple[float, str]]:
 
 
 def _computed(tap: str, inputs: Inputs) -> Tensor:
-    """The output of the function that the model calls."""
+    """Return the output of the function that the model calls."""
     tensors = inputs.query, inputs.key, inputs.value
     if tap == "attend":
         names = ("score", "mask", "bias", "normalizer", "edge_features", "sink")

@@ -1,4 +1,4 @@
-"""What the doctor found: a table of attentions, and for each fault a sentence and a program."""
+"""The doctor's report: a table of attentions, and a sentence and a program for each fault."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WHAT = (
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong ("fail"), or worth knowing ("note").
+    """A fault ("fail"), or something worth knowing ("note").
 
     Args:
-        attention: which, with its dtype and device.
-        what: the column of the table.
-        seen: a sentence.
-        program: what anyone can run to see it; "" where the sentence is all there is.
+        attention: name of the attention, with its dtype and device.
+        what: column of the table.
+        seen: what was observed, as a sentence.
+        program: a program that shows it; "" if there is none.
     """
 
     attention: str
@@ -33,8 +33,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class Row:
-    """One attention in one dtype on one device: how many cases it was asked, and by column what
-    was seen, a number that is the worst difference as a share of the largest value, or a word."""
+    """One attention in one dtype on one device.
+
+    num_cases: number of cases that it ran.
+    cells: result by column: the worst difference relative to the largest value, or a word.
+    """
 
     attention: str
     device: str
@@ -47,16 +50,16 @@ class Row:
 class DoctorReport:
     """The findings on all attentions of a machine: `print(report)`, `report.markdown()`.
 
-    True where nothing is wrong. Notes are no faults.
+    It is true if nothing is wrong; notes do not count.
     """
 
     machine: Mapping[str, str]
     rows: tuple[Row, ...]
     faults: tuple[Fault, ...]
     refused: Mapping[str, str]
-    """Attentions that can compute nothing here, with what they say."""
+    """Attentions that cannot run here, with their messages."""
     ledger: str
-    """Where what was found is written, or why it is not."""
+    """The file to which the findings are written, or why they are not."""
     seconds: float
 
     @property
@@ -80,14 +83,14 @@ class DoctorReport:
         return "\n".join([self._title(), "", *lines, "", *self._told("  ")])
 
     def markdown(self) -> str:
-        """The report as Markdown, with programs, to be pasted into an issue."""
+        """Return the report as Markdown, with programs, for an issue."""
         head, *body = self._table()
         rows = [head, ["---"] * len(head), *body]
         lines = ["| " + " | ".join(row) + " |" for row in rows]
         return "\n".join([f"# {self._title()}", "", *lines, "", *self._told("", fence="```")])
 
     def as_dict(self) -> dict[str, Any]:
-        """The report in numbers, lists and texts, for JSON."""
+        """Return the report as numbers, lists and texts, for JSON."""
         return asdict(self) | {"passed": self.passed}
 
     def _title(self) -> str:

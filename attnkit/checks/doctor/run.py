@@ -1,4 +1,4 @@
-"""`doctor`: every attention of a machine, or of a model, held to the definition."""
+"""`doctor` compares every attention of a machine, or of a model, with the definition."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from attnkit.core.operators.precision import EXACT
 
 Progress = Callable[[float, str], None]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-FEW = 6  # of the cases one in so many is asked in further dtypes, and of what is slow
-SLOW_SECONDS = 10.0  # a quick run starts no case of what is slow after these: a GPU compiles each
+FEW = 6  # further dtypes and slow attentions run one case in six
+SLOW_SECONDS = 10.0  # a quick run starts no further slow case then, since a GPU compiles each case
 
 
 def doctor(
@@ -39,39 +39,40 @@ def doctor(
     record: bool = True,
     progress: Progress | None = None,
 ) -> DoctorReport:
-    """Hold every attention that this machine can run to its definition, and tell what is wrong.
+    """Compare every attention that this machine can run with its definition, and report faults.
 
         print(attnkit.doctor())                            # python -m attnkit doctor
         print(attnkit.doctor(my_model, [images]))          # also the attention that it calls
 
-    Asked are attnkit's kernels, torch's `scaled_dot_product_attention` by each of its kernels,
-    `nn.MultiheadAttention`, FlexAttention, on a GPU `varlen_attn`, and torch_geometric's `GATConv`,
-    `GATv2Conv` and `TransformerConv` if it is there. Each computes cases that faults in public
-    needed (`attnkit.checks.doctor.cases`), held to float64:
+    The doctor examines attnkit's kernels, torch's `scaled_dot_product_attention` with each of its
+    kernels, `nn.MultiheadAttention`, FlexAttention, `varlen_attn` on a GPU, and torch_geometric's
+    `GATConv`, `GATv2Conv` and `TransformerConv` if it is installed. Each computes cases that
+    trigger publicly reported bugs (`attnkit.checks.doctor.cases`). Its output and gradients are
+    compared with float64:
 
         output = softmax(query · keyᵀ · scale + bias) · value, over the keys that the mask allows
 
-    and so are its gradients. `check_attention` then looks at what needs no definition: causality,
-    padding, neighbours in the batch, repetition. Dropout is held to its share and scale.
+    `check_attention` then checks properties that need no definition: causality, padding, neighbours
+    in the batch, repetition. The share and scale of dropout are checked too.
 
     Args:
-        model: also a model, which is run in evaluation mode. Its attention is held to the
+        model: a model to examine as well, in evaluation mode. Its attention is compared with the
             definition at the shapes it has there.
-        inputs: what the model is called with.
-        quick: fewer lengths and dtypes, no memory and no times. Below 20 s on two cores; the whole
-            takes below 120 s.
-        only: attentions with this in their name, in capitals or not.
-        record: write what is found of attnkit's kernels, and unless `quick` how long they take, to
-            the ledger that `backend="auto"` obeys (`ATTNKIT_LEDGER`). A whole run also takes back
-            what it does not find again. Where it cannot be written the report says so.
-        progress: called with the share that is done and what comes next.
+        inputs: the model's inputs.
+        quick: use fewer lengths and dtypes, and measure no memory and no times. It takes less than
+            20 s on two cores; a whole run takes less than 120 s.
+        only: examine only attentions with this in their name, ignoring case.
+        record: write the findings on attnkit's kernels, and unless `quick` their times, to the
+            ledger that `backend="auto"` obeys (`ATTNKIT_LEDGER`). A whole run also removes entries
+            that it does not find again. The report says if the ledger cannot be written.
+        progress: function that is called with the finished share and the name of the next step.
 
     Returns:
-        The report, false where something is wrong.
+        The report, which is false if something is wrong.
 
     Raises:
-        ValueError: `only` names nothing, or nothing that can run here; the model raises, or runs no
-            attention that is seen.
+        ValueError: `only` matches no attention, or none that can run here; the model raises, or
+            runs no visible attention.
     """
     started = time.perf_counter()
     tell = progress or (lambda share, what: None)
@@ -122,7 +123,7 @@ def doctor(
 
 
 def _record(todo: list[Examination], *, is_quick: bool, is_timed: bool, tell: Progress) -> str:
-    """Write down what was found; what a quick run does not find again stays, since it asks less."""
+    """Write the findings to the ledger; a quick run removes no entries, since it checks less."""
     for device in devices():
         here = [each for each in todo if each.device == device and each.attention.kernel]
         found = [wrong for each in here for wrong in each.wrong]
@@ -144,15 +145,17 @@ def _record(todo: list[Examination], *, is_quick: bool, is_timed: bool, tell: Pr
 
 
 def machine() -> dict[str, str]:
-    """What the findings belong to: processors, versions, threads."""
+    """Return what the findings depend on: processors, versions, threads."""
     told = {device: ledger.machine(device) for device in devices()}
     return {**told, "Python": platform.python_version(), "threads": str(torch.get_num_threads())}
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """In the block torch is as it comes, in this thread, and no mode sees its functions; after it
-    all is as before: random numbers, grad mode, the default device and precision, warnings."""
+    """Run the block with torch's default settings and without active modes, in this thread.
+
+    Afterwards random state, grad mode, default device, precision and warnings are restored.
+    """
     device, precision = torch.get_default_device(), torch.get_float32_matmul_precision()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())

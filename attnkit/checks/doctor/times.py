@@ -1,4 +1,4 @@
-"""How long each kernel takes on this machine, for the ledger."""
+"""Times of the kernels on this machine, for the ledger."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from attnkit.checks.doctor.examine import Names, Refused, computed, inputs_of
 from attnkit.core.kernels.ledger import Timed, kind_of, size_of
 
 ROUNDS = 5
-HOPELESS = 3.0  # times the fastest: not measured again
-SLOW = ("blockwise", "math", "reference")  # what holds all scores, or goes through them in Python
+HOPELESS = 3.0  # a kernel that takes this multiple of the fastest is not measured again
+SLOW = ("blockwise", "math", "reference")  # kernels that store all scores, or loop in Python
 
 
 def timed_cases(device: str) -> Iterator[Case]:
-    """Attention as models have it, under masks of which the time depends on the sizes alone."""
+    """Yield typical cases of models, with masks for which the time depends only on the sizes."""
     dtype = "bfloat16" if device == "cuda" else "float32"
     for mask in ("none", "causal", "window", "packed"):
         sizes = [(8, 256), (1, 1024), (8, 1024)]
@@ -31,8 +31,10 @@ def timed_cases(device: str) -> Iterator[Case]:
 
 
 def times(kernels: Sequence[Attention], case: Case) -> Iterator[Timed]:
-    """How long each fused kernel takes that can compute the case, with a backward and without: the
-    least of some rounds, which what else runs on the machine disturbs the least."""
+    """Yield the times of all fused kernels for a case, with and without a backward.
+
+    A time is the minimum of several rounds, which other work on the machine affects least.
+    """
     programs: dict[str, tuple[str, Names]] = {}
     for attention in kernels:
         lines = None if attention.kernel in SLOW else attention.lines(case)

@@ -1,1 +1,1 @@
-"""What each layer and head of attention does, measured in one pass."""
+"""Measures of what each attention layer and head does, taken in one pass."""

@@ -1,4 +1,4 @@
-"""`attnkit.diagnose_attention`: the health of a model's attention in one pass."""
+"""`attnkit.diagnose_attention` measures every head of a model's attention in one pass."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from attnkit.interpret.methods.grid import Family, Grid, family_of, settled_grid
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.heads import NodeHeads
 
-TIMES_THE_MEDIAN = 4  # from here on the norm of a token is called high
+TIMES_THE_MEDIAN = 4  # the norm of a token is high above this multiple of the median
 
 
 def diagnose_attention(
@@ -42,28 +42,29 @@ def diagnose_attention(
         print(attnkit.diagnose_attention(vit, images))
         print(attnkit.diagnose_attention(gat, (x, edge_index), labels=y))
 
-    The kernels that compute the output do not change; attention is computed in addition, in blocks
-    of rows, and not kept. The model runs in evaluation mode without gradients and is left as it
-    was. `Diagnosis` lists what is measured.
+    The kernels that compute the output do not change. Attention is computed in addition, in blocks
+    of rows, and not stored. The model runs in evaluation mode without gradients, and its state is
+    restored. `Diagnosis` lists the measures.
 
-    Of more than `num_rows` queries, `num_rows` are drawn at random. Heads and queries are compared
-    with each other on 16 of these, and 48 keys are ranked. `notes` says so.
+    If a layer has more than `num_rows` queries, `num_rows` of them are drawn at random. Heads and
+    queries are compared with each other on 16 of these, and 48 keys are ranked. `notes` reports
+    what was drawn.
 
     Args:
-        model: any whose attention can be seen, as `attnkit.capture_attention`.
-        inputs: what the model is called with: a tensor, a tuple of arguments, or a dictionary of
-            them by name.
+        model: any model whose attention `attnkit.capture_attention` can capture.
+        inputs: the model's inputs: a tensor, a tuple of arguments, or a dictionary of arguments by
+            name.
         layers: positions in the order they run, or names (`*` matches anything); None for all.
-        labels: of a graph's nodes, negative for nodes that do not count. The accuracy of the model
-            is measured with them, with its attention and with 1/degree instead.
+        labels: classes of a graph's nodes, negative for nodes that do not count. They are used to
+            measure the model's accuracy with its attention and with 1/degree instead.
         real_tokens: False for padding; None: the `attention_mask` of a dictionary, if it has one.
-        grid, num_prefix_tokens: of the patches of images; None: found as `attnkit.explain` does.
-        num_rows: the largest number of queries per layer.
-        seed: of what is drawn.
+        grid, num_prefix_tokens: as in `attnkit.explain`, for images.
+        num_rows: largest number of queries per layer.
+        seed: seed of the draws.
 
     Raises:
-        ValueError, TypeError: an argument is wrong or fits no attention that ran, or there is
-            attention that cannot be seen, which is named.
+        ValueError, TypeError: an argument is wrong or fits no attention that ran, or some attention
+            cannot be captured; the message names it.
     """
     at_least(2, num_rows=num_rows)
     at_least(0, seed=seed)
@@ -78,7 +79,7 @@ def diagnose_attention(
         grids = {}
 
         def ask(other: Tensor) -> Any:
-            """Run the model with other images, and all else as it was given."""
+            """Run the model with other images and the other arguments unchanged."""
             others = {name: other if one is images else one for name, one in kwargs.items()}
             return model(*(other if one is images else one for one in args), **others)
 
@@ -91,8 +92,8 @@ def diagnose_attention(
         num_prefix_tokens=num_prefix_tokens,
         real=mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None,
     )
-    told = told_of_attention(model, recorder.hear, LayerChoice(layers))
-    with undisturbed(model), told, _high_norms(model) as high_norms:
+    recording = told_of_attention(model, recorder.hear, LayerChoice(layers))
+    with undisturbed(model), recording, _high_norms(model) as high_norms:
         output = model(*args, **kwargs)
     if real_tokens is not None and not recorder.has_met_padding:
         raise ValueError(
@@ -108,14 +109,14 @@ def diagnose_attention(
 
 @dataclass
 class Recorder:
-    """Receives calls of attention, and keeps a row of a `Diagnosis` for each head.
+    """Receives calls of attention and stores one row of a `Diagnosis` for each head.
 
-    sampling: how many queries are measured.
-    grids: where the keys of each family of layers lie on the images; None without images.
-    num_prefix_tokens: before the patches; None: found.
-    real: [batch, tokens], False for padding; None: there is none.
-    rows: head by head.
-    notes: what was sampled or assumed, the keys of a dictionary.
+    sampling: number of queries and keys that are measured.
+    grids: grid of the keys on the images, by family of layers; None without images.
+    num_prefix_tokens: number of tokens before the patches; None: found from the model.
+    real: [batch, tokens], False for padding; None: no padding.
+    rows: the rows of the diagnosis, one for each head.
+    notes: sentences on what was sampled or assumed, as the keys of a dictionary.
     has_met_padding: whether attention over as many tokens as `real` has run.
     """
 
@@ -129,20 +130,20 @@ class Recorder:
     _times: Counter[tuple[str, Any]] = field(default_factory=Counter)
 
     def hear(self, call: Call) -> None:
-        """Attention ran."""
+        """Measure a call of attention and store its rows."""
         edge_type: tuple[str, str, str] | None = None
         by_degree: dict[str, Tensor] | None = None
         if isinstance(call, EdgeCall):
             edge_type = call.edge_type
-            found, by_degree = measure_edges(call, self.sampling)
+            measures, by_degree = measure_edges(call, self.sampling)
         else:
-            found = self._of_tokens(call)
+            measures = self._of_tokens(call)
         number = self._times[call.layer, edge_type]
         self._times[call.layer, edge_type] += 1
         for head in range(call.num_heads):
             row = {"layer": call.layer, "call": number, "edge_type": edge_type, "head": head}
             row |= dict.fromkeys(MEASURES)
-            row |= {name: float(of_heads[head]) for name, of_heads in found.items()}
+            row |= {name: float(of_heads[head]) for name, of_heads in measures.items()}
             if by_degree is not None:
                 of_degrees = {name: float(of_heads[head]) for name, of_heads in by_degree.items()}
                 row["entropy_by_degree"] = of_degrees
@@ -178,11 +179,11 @@ class Recorder:
 
 @contextmanager
 def _high_norms(model: nn.Module) -> Iterator[dict[str, float]]:
-    """In the block, of each part of a list of modules that ran the share of its tokens whose norm
-    is over 4 times their median.
+    """Collect, for every module in a list of modules, the share of tokens with a high norm.
 
-    In large vision transformers these are patches without content that serve as memory (Darcet et
-    al., Vision Transformers Need Registers, 2024; their bound is of one model, ours relative).
+    A norm is high if it exceeds 4 times the median over the tokens. In large vision transformers
+    these are patches without content that serve as memory (Darcet et al., Vision Transformers Need
+    Registers, 2024; their threshold is absolute and for one model, this one is relative).
     """
     shares: dict[str, float] = {}
     lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -190,7 +191,7 @@ def _high_norms(model: nn.Module) -> Iterator[dict[str, float]]:
     def measure(name: str, output: object) -> None:
         while isinstance(output, tuple | list) and len(output):
             output = output[0]
-        # nodes, or tokens of a batch; maps of convolutions are neither
+        # 2 dimensions are nodes and 3 are tokens of a batch; feature maps have 4
         if isinstance(output, Tensor) and output.ndim in (2, 3) and output.numel():
             norms = output.detach().float().norm(dim=-1)
             bound = TIMES_THE_MEDIAN * norms.median(dim=-1, keepdim=True).values
@@ -229,7 +230,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _accuracies(
     model: nn.Module, args: tuple, kwargs: dict, output: Any, labels: Tensor
 ) -> tuple[float, float]:
-    """With attention, and with 1 / degree in its place."""
+    """Return the accuracy with the model's attention, and with 1/degree in its place."""
     is_of_nodes = isinstance(output, Tensor) and output.ndim == 2 and len(output) == len(labels)
     if not is_of_nodes or labels.ndim != 1:
         shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -237,20 +238,20 @@ def _accuracies(
             f"labels: expected one for each row of the model's logits {shape}, got "
             f"{list(labels.shape)}"
         )
-    left: list[str] = []
+    others: list[str] = []
 
     def hear(call: Call) -> None:
         if isinstance(call, EdgeCall):
             distance = measure_edges(call, Sampling(compared=0, pairs=0))[0].get("uniform")
             if distance is None or bool((distance < 1e-3).all()):
                 return
-        left.append(call.layer)
+        others.append(call.layer)
 
     with undisturbed(model), _uniform_attention(model), told_of_attention(model, hear):
         uniform = model(*args, **kwargs)
-    if left:
+    if others:
         raise ValueError(
-            f"labels: the attention of {left[0] or '(itself)'} cannot be made uniform; expected "
+            f"labels: the attention of {others[0] or '(itself)'} cannot be made uniform; expected "
             "attnkit.GraphAttention or a convolution of torch_geometric alone"
         )
     counted = labels >= 0
@@ -262,8 +263,10 @@ def _accuracies(
 
 @contextmanager
 def _uniform_attention(model: nn.Module) -> Iterator[None]:
-    """In the block every `GraphAttention` and every convolution of torch_geometric weighs the edges
-    into a node by 1 / degree; what is averaged stays what it is."""
+    """Make every `GraphAttention` and torch_geometric convolution weigh edges by 1/degree.
+
+    The values that are averaged do not change.
+    """
 
     def of_zeros(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda src, *args, **kwargs: softmax(torch.zeros_like(src), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What `attnkit.diagnose_attention` returns: a table of numbers, and what stands out in it."""
+"""The result of `attnkit.diagnose_attention`: a table of measures and its findings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ MEASURES = (
     "entropy", "sink", "prefix", "padding", "distance", "divergence", "static", "uniform",
     "high_norm",
 )  # fmt: skip
-MOST_ROWS = 48  # of the printed table, which else has one row for each layer
-SINK = 0.5  # from this share on, one key is said to take the attention of a head
+MOST_ROWS = 48  # a longer table is printed with one row for each layer
+SINK = 0.5  # a finding reports a key that takes at least this share of a head's attention
 
 
 class _Sign(NamedTuple):
-    """What stands out in a column: the numbers of which heads, and in which words."""
+    """A finding about a column: the condition on a head's number, and the words that report it."""
 
     column: str
     is_met: Callable[[float], bool]
@@ -44,32 +44,35 @@ SIGNS = (
         "known to help",
     ),
 )
-"""In the order in which a user should act on them."""
+"""Possible findings, in the order in which a user should act on them."""
 
 
 @dataclass(eq=False, repr=False)
 class Diagnosis:
-    """What each head of each layer does; `print` shows a table and the findings.
+    """Measures of each attention head of a model; `print` shows a table and the findings.
 
-    rows: a dictionary for each call, head by head: `layer`, `call` (0, or the times the layer ran
-        before), `edge_type` (of heterogeneous graphs, else None), `head`, and a number for each of
-        the following, or None where it has no meaning or could not be measured:
+    rows: a dictionary for each head of each call: `layer`, `call` (how often the layer ran before),
+        `edge_type` (for heterogeneous graphs, else None), `head`, and the following numbers, which
+        are None if they have no meaning or could not be measured:
 
-        entropy: mean of −Σ w ln w over ln of the keys that a row may see: 1 even, 0 one key.
-        sink: share of all attention that one key takes, the one that takes most.
-        prefix: share of class and register tokens.
-        padding: share of padding; must be 0.
+        entropy: mean over rows of −Σ w ln w / ln(number of visible keys): 1 even, 0 one key.
+        sink: largest share of all attention that a single key takes.
+        prefix: share of attention on class and register tokens.
+        padding: share of attention on padding; must be 0.
         distance: mean distance from patch to patch, in patches.
-        divergence: mean Jensen–Shannon divergence from the other heads, in bits: 0 alike, 1 apart.
-        static: mean Kendall τ of two queries' rankings of the keys that both see: 1 alike for all.
-        uniform: of graphs, mean total variation distance from 1/degree, 0 to 1.
-        high_norm: share of tokens behind the layer's block with a norm over 4 × their median.
+        divergence: mean Jensen–Shannon divergence from the other heads, in bits: 0 equal heads,
+            1 disjoint heads.
+        static: mean Kendall τ between two queries' rankings of the keys that both see: 1 if all
+            queries rank alike.
+        uniform: for graphs, mean total variation distance from 1/degree, 0 to 1.
+        high_norm: share of tokens after the layer's block with a norm over 4 × their median.
 
-        and of graphs `entropy_by_degree`: the entropy of nodes with 2, 3–4, 5–8, … edges.
-    findings: what stands out, a sentence each, at most five.
-    notes: what was drawn or assumed, a sentence each.
-    accuracy, uniform_accuracy: of a graph model with labels, as it is and with 1/degree in the
-        place of attention.
+        For graphs there also is `entropy_by_degree`: the entropy of nodes with 2, 3–4, 5–8, …
+        edges.
+    findings: what stands out, at most five sentences.
+    notes: what was drawn or assumed, in sentences.
+    accuracy, uniform_accuracy: accuracy of a graph model with labels, with its attention and with
+        1/degree in its place.
     """
 
     rows: list[Row]
@@ -82,7 +85,7 @@ class Diagnosis:
         rows, heading, below = self.rows, "head", [""]
         if len(rows) > MOST_ROWS:
             rows, heading = _layer_means(rows), "heads"
-            below = ["means over the heads of a layer; `rows` has each", ""]
+            below = ["means over the heads of a layer; `rows` has every head", ""]
         shown = [name for name in MEASURES if any(row[name] is not None for row in rows)]
         table = [["layer", heading, *shown]]
         for row in rows:
@@ -94,8 +97,7 @@ class Diagnosis:
 def findings_of(
     rows: list[Row], accuracy: float | None = None, uniform_accuracy: float | None = None
 ) -> list[str]:
-    """At most five sentences on what stands out, each with its numbers; one that says so where
-    nothing does."""
+    """Return at most five sentences on what stands out, or one that says that nothing does."""
     found = []
     if accuracy is not None and uniform_accuracy is not None:
         found.append(

@@ -1,4 +1,4 @@
-"""What each head of one attention does: measures of its weights, over dense tokens or edges."""
+"""Measures of the attention weights of each head, over dense tokens or over edges."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,28 +11,29 @@ from torch import Tensor
 from attnkit.core.capture.calls import AttentionCall, EdgeCall
 from attnkit.interpret.methods.grid import Grid
 
-BLOCK_ELEMENTS = 2**21  # weights held at once, of which a measure holds a copy or two
+BLOCK_ELEMENTS = 2**21  # weights in memory at once; a measure makes one or two copies of them
 
 HIDDEN = -1e8
-"""A bias as low as this hides a key: models write such masks, -inf, or the least of the dtype."""
+"""A bias at or below this hides a key: models mask with such numbers, -inf or the dtype's min."""
 
 TIE = 1e-4
-"""Weights that differ by less than this share of the larger are a tie, which rounding breaks."""
+"""Weights whose difference is a smaller share of the larger one tie; rounding decides their order.
+"""
 
-MAX_FANOUT = 16  # targets of one source that are paired in search of shared sources
+MAX_FANOUT = 16  # targets of one source that are paired in the search for shared sources
 
 ByHead = dict[str, Annotated[Tensor, "heads"]]
-"""For each name of a measure its value per head; a measure without a meaning is left out."""
+"""The value per head by the name of the measure; measures without a meaning are left out."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How many queries are drawn, with a fixed seed, where there are more.
+    """Numbers of queries, keys and pairs that are drawn, with a fixed seed, if there are more.
 
-    rows: for entropy, sink, shares and distance.
-    compared: for the two measures that compare: queries with each other, and heads; 0: neither.
-    keys: that are ranked.
-    pairs: of nodes of a graph that are compared; 0: none.
+    rows: queries for entropy, sink, shares and distance.
+    compared: queries for the comparison of queries and of heads; 0: no comparison.
+    keys: keys that are ranked.
+    pairs: pairs of nodes of a graph that are compared; 0: none.
     """
 
     rows: int = 128
@@ -42,7 +43,7 @@ class Sampling:
     seed: int = 0
 
     def choose(self, count: int, size: int, device: torch.device) -> Tensor:
-        """`count` of the numbers below `size`, ascending; all of them if there are no more."""
+        """Draw `count` of the numbers below `size`, ascending; all of them if there are no more."""
         if size <= count:
             return torch.arange(size, device=device)
         generator = torch.Generator().manual_seed(self.seed)
@@ -50,7 +51,7 @@ class Sampling:
 
 
 def entropy(weights: Annotated[Tensor, "*batch keys"]) -> Annotated[Tensor, "*batch"]:
-    """−Σ_j w_j ln w_j of each row, in nats."""
+    """Return the entropy −Σ_j w_j ln w_j of each row, in nats."""
     return -_terms(weights).sum(dim=-1)
 
 
@@ -59,14 +60,14 @@ def divergence_of_heads(
     is_row: Annotated[Tensor, "heads *rows", bool],
     entropy: Callable[[Tensor], Tensor] = entropy,
 ) -> Annotated[Tensor, "heads"]:
-    """The mean Jensen–Shannon divergence of each head's rows from those of the other heads.
+    """Return the mean Jensen–Shannon divergence of each head's rows from those of the other heads.
 
-        JS(p, q) = H((p + q) / 2) − (H(p) + H(q)) / 2    in bits: 0 the same, 1 no key in common
+        JS(p, q) = H((p + q) / 2) − (H(p) + H(q)) / 2    in bits: 0 equal, 1 no key in common
 
     Args:
-        weights: of two heads or more.
+        weights: weights of at least two heads.
         is_row: which rows count.
-        entropy: H of each row, from weights [heads, *keys] to [heads, *rows].
+        entropy: function from weights [heads, *keys] to the entropy of each row [heads, *rows].
     """
     num_heads = len(weights)
     own = entropy(weights)
@@ -85,19 +86,19 @@ def divergence_of_heads(
 def static_score(
     weights: Annotated[Tensor, "*batch queries keys"],
 ) -> tuple[Annotated[Tensor, "*batch"], Annotated[Tensor, "*batch"]]:
-    """The mean Kendall τ of all pairs of queries' rankings of the keys that both see.
+    """Return the mean Kendall τ between the queries' rankings of the keys that both see.
 
         τ = (concordant − discordant) / (concordant + discordant)
 
-    over the pairs of keys; one that is a tie in either ranking, or of which a key has no weight, is
-    not counted. The signs of all differences are a vector for each query, and their products are
-    concordant minus discordant.
+    over the pairs of keys. A pair that ties in either ranking, or with a key without weight, does
+    not count. The signs of all differences form a vector for each query, and the product of two
+    such vectors is concordant minus discordant.
 
-    1: all queries rank the keys alike, so that attention cannot depend on the query, as in GAT
-    (Brody et al., How Attentive are Graph Attention Networks?, 2022, theorem 1).
+    A score of 1 means that all queries rank the keys alike, so that attention cannot depend on the
+    query, as in GAT (Brody et al., How Attentive are Graph Attention Networks?, 2022, theorem 1).
 
     Returns:
-        τ, 0 where nothing can be ranked; and of how many pairs of queries it is the mean.
+        τ, or 0 if nothing can be ranked; and the number of pairs of queries in the mean.
     """
     num_keys = weights.shape[-1]
     one, other = torch.triu_indices(num_keys, num_keys, 1, device=weights.device)
@@ -114,7 +115,7 @@ def static_score(
 
 
 def _terms(weights: Tensor) -> Tensor:
-    """w ln w, 0 where w is."""
+    """Return w ln w, which is 0 if w is 0."""
     tiny = torch.finfo(weights.dtype).tiny
     return weights.clamp(min=tiny).log_().mul_(weights)
 
@@ -130,18 +131,18 @@ def measure_tokens(
     grid: Grid | None = None,
     real: Annotated[Tensor, "batch keys", bool] | None = None,
 ) -> ByHead:
-    """The measures of attention over dense tokens, computed in blocks of rows.
+    """Return the measures of attention over dense tokens, computed in blocks of rows.
 
     Args:
-        num_prefix_tokens: class and register tokens before all others, where there is no grid;
-            None: not known.
-        grid: which keys are patches, and where; None: they form none.
-        real: False for padding; None: there is none.
+        num_prefix_tokens: number of class and register tokens before all others, used without a
+            grid; None: not known.
+        grid: position of the patches among the keys; None: the keys form no grid.
+        real: False for padding; None: no padding.
     """
     batch, num_heads, device = call.query.shape[0], call.num_heads, call.query.device
     received = torch.zeros(batch, num_heads, call.num_keys, device=device)
     num_rows = torch.zeros(batch, num_heads, 1, device=device)
-    sums: dict[str, list[tuple[Tensor, Tensor]]] = {}  # of each mean: parts, and their terms
+    sums: dict[str, list[tuple[Tensor, Tensor]]] = {}  # for each mean: partial sums and counts
     rows = sampling.choose(sampling.rows, call.num_queries, device)
     for block in rows.split(max(1, BLOCK_ELEMENTS // max(1, batch * num_heads * call.num_keys))):
         weights, is_row = _rows(call, block, real)
@@ -164,7 +165,7 @@ def measure_tokens(
         found["prefix"] = shares[:, :, :num_prefix_tokens].sum(dim=2).mean(dim=0)
     if real is not None:
         found["padding"] = (shares * ~real[:, None]).sum(dim=2).mean(dim=0)
-    if sampling.compared and call.num_queries:  # on a few rows, which are held at once
+    if sampling.compared and call.num_queries:  # few rows, which fit in memory together
         weights, is_row = _rows(
             call, sampling.choose(sampling.compared, call.num_queries, device), real
         )
@@ -182,7 +183,10 @@ def measure_tokens(
 
 
 def _rows(call: AttentionCall, rows: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights of some rows, and which of these look somewhere and are not padding; else 0."""
+    """Return the weights of some rows, and which rows see a key and are not padding.
+
+    The weights of the other rows are set to 0.
+    """
     weights = call.weights(rows=rows)
     is_row = weights.sum(dim=3) > 0
     if real is not None and call.is_self:
@@ -191,7 +195,7 @@ def _rows(call: AttentionCall, rows: Tensor, real: Tensor | None) -> tuple[Tenso
 
 
 def _keys_seen(call: AttentionCall, rows: Tensor) -> Tensor:
-    """How many keys each row may see, broadcastable to [batch, heads, rows]."""
+    """Return how many keys each row may see, broadcastable to [batch, heads, rows]."""
     inputs, device = call.inputs, rows.device
     seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     if inputs.mask is not None:
@@ -204,8 +208,10 @@ def _keys_seen(call: AttentionCall, rows: Tensor) -> Tensor:
 
 
 def _distances(rows: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """From some tokens to all in patches, and whether both are patches, [rows, tokens]; 0 from and
-    to others."""
+    """Return the distances in patches from some tokens to all, and whether both are patches.
+
+    Both are [rows, tokens]; a distance from or to another token is 0.
+    """
     patch = torch.arange(grid.num_tokens, device=rows.device) - grid.num_prefix_tokens
     is_patch = (patch >= 0) & (patch < grid.rows * grid.columns)
     places = torch.stack([patch // grid.columns, patch % grid.columns], dim=1).float()
@@ -217,9 +223,9 @@ def _distances(rows: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def measure_edges(call: EdgeCall, sampling: Sampling) -> tuple[ByHead, ByHead]:
-    """The measures of attention over edges, and the entropy by the nodes' number of edges.
+    """Return the measures of attention over edges, and the entropy by the nodes' number of edges.
 
-    A node of one edge gives it all its attention, whatever the layer: it counts for the sink alone.
+    A node with one edge always gives it all its attention, so it counts only for the sink.
     """
     used = ~call.is_replaced
     source, target = call.edge_index[:, used].long()
@@ -230,7 +236,7 @@ def measure_edges(call: EdgeCall, sampling: Sampling) -> tuple[ByHead, ByHead]:
         return rows.new_zeros(num_targets, *rows.shape[1:]).index_add(0, target, rows)
 
     degree = by_target(torch.ones_like(target))
-    # of a type of edges, whose weights are shares of those of all types
+    # for one edge type the weights are shares of those of all types, so normalize them
     weights = weights / by_target(weights)[target].clamp(min=torch.finfo(weights.dtype).tiny)
     received = weights.new_zeros(num_sources, call.num_heads).index_add(0, source, weights)
     found = {"sink": received.amax(dim=0) / (degree > 0).sum().clamp(min=1)} if len(source) else {}
@@ -267,13 +273,13 @@ def measure_edges(call: EdgeCall, sampling: Sampling) -> tuple[ByHead, ByHead]:
 def _static_of_edges(
     source: Tensor, target: Tensor, weights: Tensor, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
-    """Sums of the static scores of pairs of targets over the sources they share; their number."""
+    """Return the sum and the number of static scores of pairs of targets over shared sources."""
     total, count = torch.zeros_like(weights[0]), torch.zeros_like(weights[0])
     order = target.argsort(stable=True)
     ends = target.bincount().cumsum(0).tolist()
     for pair in _pairs_that_share(source, target, sampling):
         one, other = (order[ends[node - 1] if node else 0 : ends[node]] for node in pair)
-        # an edge given several times has a weight for each; the last of them stands for all
+        # a repeated edge has several weights; the last one represents it
         first = dict(zip(source[one].tolist(), one.tolist(), strict=True))
         second = zip(source[other].tolist(), other.tolist(), strict=True)
         shared = [(first[node], edge) for node, edge in second if node in first]
@@ -286,7 +292,7 @@ def _static_of_edges(
 def _pairs_that_share(
     source: Tensor, target: Tensor, sampling: Sampling
 ) -> Iterator[tuple[int, int]]:
-    """Some pairs of targets that share at least two sources."""
+    """Yield some pairs of targets that share at least two sources."""
     edges = torch.stack([source, target]).unique(dim=1)
     generator = torch.Generator().manual_seed(sampling.seed)
     shuffled = edges[:, torch.randperm(edges.shape[1], generator=generator).to(edges.device)]

@@ -1,1 +1,1 @@
-"""The edges of a graph that a model's prediction depends on, and how far to trust them."""
+"""Explanations of graph models by edges, and their fidelity."""

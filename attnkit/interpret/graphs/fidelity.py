@@ -1,4 +1,4 @@
-"""Fidelity of edges over how many of them are taken, beside random edges."""
+"""Fidelity of the top-ranked edges, compared with random edges."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,23 +18,22 @@ DEFAULT_KS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class EdgeFidelity:
-    """What a model predicts without the k edges that rank first, and with these alone.
+    """A model's predictions without the k top-ranked edges, and with only these.
 
     rows: a dictionary for each k:
 
-        k: how many edges.
-        plus: p − p without them; of the class's probability, or the quantity that was asked for.
-            Of a probability 1 at most; below 0, p rises.
-        minus: p − p with them alone.
-        plus_prediction, minus_prediction: the same of whether the prediction is the class: 1 where
-            it no longer is.
+        k: number of edges.
+        plus: p minus p without these edges, for the class's probability or the chosen quantity. A
+            probability loses 1 at most; a negative number means that p rises.
+        minus: p minus p with only these edges.
+        plus_prediction, minus_prediction: 1 if the model then no longer predicts the class, else 0.
         random_plus, random_minus: `plus` and `minus` of random edges, the mean over the draws, and
-            `random_plus_low`, `random_plus_high`, `random_minus_low`, `random_minus_high`, the
-            least and the largest.
+            `random_plus_low`, `random_plus_high`, `random_minus_low`, `random_minus_high`, their
+            minimum and maximum.
 
-    probability: p, with all edges.
+    probability: p with all edges.
     target: the class.
-    num_draws: of random edges.
+    num_draws: number of draws of random edges.
     verdict: "better than random", "no better than random" or "worse than random": whether the mean
         of `plus` − `minus` over k is above, among or below those of the draws.
     quantity: what p is.
@@ -80,29 +79,30 @@ def edge_fidelity(
     seed: int = 0,
     of: Of = "probability",
 ) -> EdgeFidelity:
-    """Fidelity: how much a prediction needs the top-ranked edges, and how far they suffice.
+    """Measure how much a prediction needs the top-ranked edges, and how far they suffice.
 
-    Of the edges that can reach the node, the k with the largest scores are chosen, ties in their
+    Of the edges that can reach the node, the k with the largest scores are chosen; ties keep their
     order. Fidelity₊ removes these, fidelity₋ all others (Amara et al., GraphFramEx, 2022). Removed
-    edges leave the graph, so that attention and means are over the others. GraphFramEx measures the
-    prediction or |p − p'|; this measures p − p', since edges without which p rises are not needed.
-    torch_geometric's `fidelity` instead multiplies messages by the scores, so that masked edges
-    still count in the softmax.
+    edges leave the graph, so attention and means run over the remaining ones. GraphFramEx measures
+    the prediction or |p − p'|; this function measures p − p', since an edge is not needed if p
+    rises without it. torch_geometric's `fidelity` multiplies messages by the scores instead, so
+    that masked edges still count in the softmax.
 
     Args:
-        model: any graph model that returns logits of nodes, or one row of a graph; with attention
-            or without.
-        inputs: (x, edge_index, …) or a dictionary; arguments whose names begin with `edge` are
-            thinned with the edges.
-        scores: of the edges, in their order, from whatever method.
-        index: the node, or a pair of nodes, of a model that takes `pairs`; None: the model gives
-            one row for a graph.
-        target: the class; None: the predicted one. A label is that of GraphFramEx's "phenomenon".
-        ks: how many edges; None: 1, 2, 4, 8 and 16, as far as there are more.
-        num_draws: random orders of the same edges.
-        num_hops: in how many steps edges reach the node; None: the model is asked.
-        seed: of the draws.
-        of: what of the class is measured, as of `attnkit.explain`.
+        model: any graph model, with or without attention, that returns logits of nodes or one row
+            for the graph.
+        inputs: (x, edge_index, …) or a dictionary; arguments whose names begin with `edge` lose
+            the rows of removed edges.
+        scores: scores of the edges in their order, from any method.
+        index: the node; or a pair of nodes, for a model that takes `pairs`; None: the model returns
+            one row for the graph.
+        target: the class; None: the predicted one. A true label measures GraphFramEx's
+            "phenomenon".
+        ks: numbers of edges; None: those of 1, 2, 4, 8 and 16 that are less than all.
+        num_draws: number of random orders of the same edges.
+        num_hops: number of steps in which edges reach the node; None: found from the model.
+        seed: seed of the draws.
+        of: the quantity to measure, as in `attnkit.explain`.
 
     Raises:
         ValueError, TypeError: an argument that is wrong.
@@ -120,7 +120,7 @@ def fidelity_of(
     num_draws: int = 20,
     seed: int = 0,
 ) -> EdgeFidelity:
-    """As `edge_fidelity`, of a question that is prepared."""
+    """Compute `edge_fidelity` for a question that is already prepared."""
     at_least(2, num_draws=num_draws)
     at_least(0, seed=seed)
     if not isinstance(scores, Tensor) or list(scores.shape) != [question.num_edges]:
@@ -142,7 +142,7 @@ def fidelity_of(
     orders += [torch.randperm(len(places), generator=generator) for _ in range(num_draws)]
     ranks = torch.stack(orders).argsort(dim=1).to(places.device)
     first = [ranks < k for k in ks]
-    # nothing; for each k those that rank first; for each k all others
+    # removed sets: none; for each k the top-ranked edges; for each k all others
     removed = torch.cat([torch.zeros_like(first[0][:1]), *first, *(~one for one in first)])
     found = answers_without(question, question.without, removed[:, None], len(removed), "fidelity")
     _, values, is_class = found[..., 0]

@@ -1,6 +1,6 @@
-"""What gives each edge of a graph a number.
+"""Methods that give each edge of a graph a number.
 
-Each method returns [edges + 1]: last is what the self-loops that layers added got, together.
+Each method returns [edges + 1]; the last number is the sum over self-loops that layers added.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 
 def attention(question: GraphQuestion) -> Tensor:
-    """Weights, the mean over heads, of the last layer or over the layers asked for; those of edges
-    that cannot reach the node from their layer on are 0."""
+    """Return the attention weights, the mean over heads, of the last layer or the chosen layers.
+
+    The weights of edges that cannot reach the node from their layer on are 0.
+    """
     names = [call.layer for call in question.calls()[0]]
     calls, _ = question.calls(-1 if question.layers is None else question.layers)
     maps = []
@@ -42,24 +44,25 @@ def relevance(question: GraphQuestion) -> Tensor:
 
 
 def input_gradient(question: GraphQuestion) -> Tensor:
-    """|∂y/∂m_e| of a factor m_e = 1 on the messages along an edge, in all layers at once: the sum
-    over layers and heads of ∂y/∂α · α."""
+    """Return |∂y/∂m_e| for a factor m_e = 1 on the messages along an edge, in all layers at once,
+    which is the absolute sum over layers and heads of ∂y/∂α · α."""
     parts, _ = _gradient_times_attention(question)
     return _sum(question, [part.sum(dim=1) for part in parts]).abs()
 
 
 def removal_gradient(question: GraphQuestion) -> Tensor:
-    """|Σ over layers and heads of ⟨∂y/∂o, o − o₋ₑ⟩|, o what a node receives and o₋ₑ the same
-    without the edge, attention being over those that are left. In ∂y/∂α, with the sums over the
+    """Return |Σ over layers and heads of ⟨∂y/∂o, o − o₋ₑ⟩|, where o is what a node receives and o₋ₑ
+    what it receives without the edge, with attention over the remaining edges. With sums over the
     other edges into the same node:
 
         ⟨∂y/∂o, o − o₋ₑ⟩ = αₑ (∂y/∂αₑ − Σ αⱼ ∂y/∂αⱼ / Σ αⱼ)
 
-    It is what `occlusion` measures, to first order, in one backward; and unlike ∂y/∂α · α it does
-    not change if a number is added to all that a node can receive."""
+    This is the first order of `occlusion`, in one backward. Unlike ∂y/∂α · α it does not change if
+    a constant is added to all values that a node can receive."""
     lost = []
     for part, call in zip(*_gradient_times_attention(question), strict=True):
-        part, weights = part.double(), call.weights.double()  # a difference of sums: α may be 1
+        # float64, since differences of sums cancel if α is close to 1
+        part, weights = part.double(), call.weights.double()
         target = call.edge_index[1]
         nothing = part.new_zeros(max(call.num_nodes), part.shape[1])
         others = nothing.index_add(0, target, part)[target] - part
@@ -71,7 +74,7 @@ def removal_gradient(question: GraphQuestion) -> Tensor:
 
 @torch.no_grad()
 def occlusion(question: GraphQuestion) -> Tensor:
-    """What y loses without the edge, for each that can reach the node; signed."""
+    """Return what y loses without each edge that can reach the node; signed."""
     whole = question.y()
     lost = whole.new_zeros(question.num_edges + 1)
     keep = torch.ones_like(question.candidates)
@@ -83,13 +86,13 @@ def occlusion(question: GraphQuestion) -> Tensor:
 
 
 def random(question: GraphQuestion, *, seed: int = 0) -> Tensor:
-    """Uniform numbers for the edges that can reach the node."""
+    """Return uniform random numbers for the edges that can reach the node, 0 for others."""
     numbers = drawn([question.num_edges], seed).to(question.candidates.device)
     return torch.nn.functional.pad(numbers * question.candidates, (0, 1))
 
 
 def _gradient_times_attention(question: GraphQuestion) -> tuple[list[Tensor], list[EdgeCall]]:
-    """∂y/∂α · α of each call, [edges and loops, heads]; and the calls."""
+    """Return ∂y/∂α · α of each call, [edges and loops, heads], and the calls."""
     calls, y = question.calls(question.layers, graph=True)
     seen = [call.seen_in for call in calls]
     gradients = question.gradients(y, seen, may_miss=True)
@@ -101,7 +104,7 @@ def _gradient_times_attention(question: GraphQuestion) -> tuple[list[Tensor], li
 
 
 def _sum(question: GraphQuestion, parts: list[Tensor]) -> Tensor:
-    """[edges + 1], of parts of each call [edges and loops], of which calls may have other loops."""
+    """Sum the values [edges and loops] of all calls, whose loops may differ, to [edges + 1]."""
     edges = torch.stack([part[: question.num_edges] for part in parts]).sum(dim=0)
     loops = torch.stack([part[question.num_edges :].sum() for part in parts]).sum()
     return torch.cat([edges, loops[None]])

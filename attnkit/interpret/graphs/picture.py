@@ -1,4 +1,4 @@
-"""The picture of a node: which edges are drawn, where, in which colours; and curves of fidelity."""
+"""Drawings of a node's or graph's edges, and of the curves of their fidelity."""
 
 import math
 from collections import Counter
@@ -20,7 +20,7 @@ from attnkit.lightning.console import in_picture
 
 MOST_RANKED, MOST_EDGES = 24, 120
 MOST_OF_GRAPH = 400  # a graph with fewer edges is drawn whole
-LEAST = 1e-4  # of the largest number: what is less may be rounding, whose sign says nothing
+LEAST = 1e-4  # a smaller share of the largest number may be rounding, whose sign means nothing
 # the soft colours of ColorBrewer's Set3 without its grey, on which black numbers are legible
 CLASS_COLOURS = (
     "#8dd3c7", "#fdb462", "#bebada", "#b3de69", "#80b1d3", "#fccde5", "#ffed6f", "#bc80bd",
@@ -28,9 +28,9 @@ CLASS_COLOURS = (
 )  # fmt: skip
 NO_CLASS, ON_CLASS = "#ffffff", "#1d1f24"
 FOR, AGAINST, OTHER, SOFT, INK = "#c2410c", "#2166ac", "#b4b8c0", "#5b6068", "#000000"
-"""Of edges, and of what is said of them."""
+"""Colours of edges and of the texts about them."""
 _THIN, _WIDE = 0.8, 7.0  # points
-_LETTERS = 70  # of names of classes beside each other
+_LETTERS = 70  # letters of class names in a line of the legend
 
 
 class DrawnNode(NamedTuple):
@@ -45,7 +45,7 @@ class DrawnEdge(NamedTuple):
     """An arrow.
 
     place: its column of `edge_index`.
-    width: of its number over the largest, 0 to 1; 0 of an edge that is drawn as one of the others.
+    width: its number over the largest, 0 to 1; 0 for an edge that is drawn in grey.
     """
 
     place: int
@@ -62,14 +62,14 @@ class DrawnEdge(NamedTuple):
 
 
 class EgoGraph(NamedTuple):
-    """What is drawn of a graph.
+    """The part of a graph that is drawn.
 
-    asked: the nodes that are asked for.
-    nodes: in the order of their numbers.
-    edges: the widest first.
-    largest: the size of the number whose edge is widest.
-    num_ranked: how many edges are drawn as wide as their value.
-    num_left_out: how many edges that can reach the node are not drawn.
+    asked: the explained nodes.
+    nodes: the drawn nodes, in the order of their numbers.
+    edges: the drawn edges, the widest first.
+    largest: absolute value of the number whose edge is widest.
+    num_ranked: number of edges that are drawn as wide as their value.
+    num_left_out: number of edges that can reach the node and are not drawn.
     """
 
     asked: list[int]
@@ -81,11 +81,11 @@ class EgoGraph(NamedTuple):
 
     @property
     def radius(self) -> float:
-        """Of a node, where the layout is from −1 to 1."""
+        """The radius of a node in the layout, which goes from −1 to 1."""
         return min(0.085, 0.3 / math.sqrt(len(self.nodes)))
 
     def __str__(self) -> str:
-        """Which edges are drawn how."""
+        """Return a sentence on how the edges are drawn."""
         others = len(self.edges) - self.num_ranked
         parts = [f"{self.num_ranked} edges as wide as their value"]
         if others:
@@ -102,11 +102,12 @@ def ego_graph(
     index: Index,
     most: int = MOST_RANKED,
 ) -> EgoGraph:
-    """The edges of the largest numbers, a way from each to the node, and, as the others, the edges
-    between the nodes that are then there, up to `MOST_EDGES`; without a node all edges of a graph
-    that has no more than `MOST_OF_GRAPH`.
+    """Choose and lay out what is drawn of a graph.
 
-    The layout is that of Kamada and Kawai (1989) from circles by steps to the node, without chance.
+    Drawn are the `most` edges with the largest numbers and a path from each to the node, and in
+    grey other edges between these nodes, up to `MOST_EDGES`. Without a node, all edges of a graph
+    with at most `MOST_OF_GRAPH` are drawn. The layout is that of Kamada and Kawai (1989). It starts
+    from circles by the number of steps to the node and is deterministic.
     """
     scores, edge_index = scores.detach().double().cpu(), edge_index.cpu()
     places = candidates.cpu().nonzero()[:, 0]
@@ -141,7 +142,7 @@ def ego_graph(
 
 
 def empty_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches, whose panels leave room for their legends."""
+    """Return a figure of this size in inches, whose panels leave room for their legends."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # no global state, no display
     return figure
@@ -156,16 +157,16 @@ def draw_graph(
     method: str,
     classes_are: str,
 ) -> None:
-    """Nodes and edges, the scale of widths and the colours of classes.
+    """Draw nodes and edges, the scale of widths and the colours of classes.
 
-    The group of each in an SVG is called `rank0`, `rank1`, …: first edges, then nodes, both in the
+    In an SVG their groups are called `rank0`, `rank1`, …: first edges, then nodes, both in the
     order of `ego`.
 
     Args:
-        classes: of each node of the graph, −1 where it is not known; empty: colours say nothing.
-        names: of the classes; empty: their numbers.
-        method: of the edges' numbers, in the legend.
-        classes_are: what the colours are of, in the legend.
+        classes: class of each node of the graph, −1 if it is not known; empty: no colours.
+        names: names of the classes; empty: their numbers.
+        method: title of the scale of widths in the legend.
+        classes_are: title of the classes in the legend.
     """
     panel.set(aspect="equal", xlim=(-1.14, 1.14), ylim=(-1.14, 1.14))
     panel.axis("off")
@@ -216,10 +217,10 @@ def draw_graph(
 
 
 def draw_fidelity(panels: Sequence[Axes], fidelity: EdgeFidelity, name: str) -> None:
-    """Two curves over k: p without the first k edges, and p with these alone.
+    """Draw two curves over k: p without the first k edges, and p with only these.
 
     Args:
-        name: of the class.
+        name: name of the class.
     """
     ks = [int(row["k"]) for row in fidelity.rows]
     p = fidelity.probability
@@ -253,8 +254,11 @@ def draw_fidelity(panels: Sequence[Axes], fidelity: EdgeFidelity, name: str) -> 
 
 
 def class_colours(classes: Sequence[int]) -> dict[int, str]:
-    """A colour for each class: its own where the classes are few, so that drawings agree; else for
-    the most frequent. A class below 0 is one that is not known."""
+    """Return a colour for each class; classes below 0 are unknown and get none.
+
+    If the class numbers are few, each has its own colour, so that drawings agree; otherwise only
+    the most frequent classes get colours.
+    """
     known = [one for one in classes if one >= 0]
     if max(known, default=0) < len(CLASS_COLOURS):
         return {one: CLASS_COLOURS[one] for one in sorted(set(known))}
@@ -265,7 +269,7 @@ def class_colours(classes: Sequence[int]) -> dict[int, str]:
 def legend(
     colours: dict[int, str], classes: Iterable[int], names: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Names and colours of the classes of the nodes that are drawn."""
+    """Return names and colours of the classes of the drawn nodes."""
     classes = set(classes)
     shown = [
         (names[one] if one < len(names) else str(one), colour) for one, colour in colours.items()
@@ -278,12 +282,12 @@ def legend(
 
 
 def _edges(panel: Axes, ego: EgoGraph, circles: dict[int, Circle]) -> None:
-    """Arrows from rim to rim, the widest above all others; a loop stands above its node."""
+    """Draw arrows from rim to rim, the widest on top; a loop is drawn above its node."""
     pairs = Counter((edge.source, edge.target) for edge in ego.edges)
     seen: Counter[tuple[int, int]] = Counter()
     for rank, edge in enumerate(ego.edges):
         ends = edge.source, edge.target
-        # an edge alone is straight; edges there and back, or given twice, lie apart
+        # a single edge is straight; reverse and repeated edges are bent apart
         bend = 0.16 * (seen[ends] + (ends[::-1] in pairs))
         seen[ends] += 1
         start, end = (np.array(circles[node].center) for node in ends)
@@ -305,7 +309,7 @@ def _edges(panel: Axes, ego: EgoGraph, circles: dict[int, Circle]) -> None:
             arrowstyle=f"simple,tail_width={width},head_width={5 + 1.6 * width},"
             f"head_length={6 + 0.8 * width}",
         )  # fmt: skip
-        panel.add_artist(arrow)  # whose place is within the limits, which are set
+        panel.add_artist(arrow)  # add_patch would update the data limits, which are set already
 
 
 def _points(width: float) -> float:
@@ -313,7 +317,7 @@ def _points(width: float) -> float:
 
 
 def _scale(ego: EgoGraph) -> list[Line2D]:
-    """Lines of the largest width and half of it, for the signs that occur, with their numbers."""
+    """Return legend lines for the largest number and half of it, for each sign that occurs."""
     lines = [Line2D([], [], color=OTHER, lw=_THIN, label="other edges")]
     for sign, colour in ((-1, AGAINST), (1, FOR)):
         if any(edge.colour == colour for edge in ego.edges):
@@ -326,8 +330,11 @@ def _scale(ego: EgoGraph) -> list[Line2D]:
 def _ways(
     ranked: list[int], places: list[int], ends: list[list[int]], steps: list[int]
 ) -> list[int]:
-    """Edges that lead from those that rank first to the node, of the shortest ways those with the
-    largest numbers, which come first in `places`."""
+    """Return the edges of a shortest path from each ranked edge to the node.
+
+    Of several shortest paths it takes the edges that come first in `places`, which is sorted by
+    size.
+    """
     onward: dict[int, int] = {}
     for place in places:
         source, target = ends[place]
@@ -345,7 +352,7 @@ def _ways(
 def _layout(
     nodes: list[int], edges: list[list[int]], index: Index, steps: list[int]
 ) -> dict[int, tuple[float, float]]:
-    """Places from −1 to 1 in both directions."""
+    """Return the positions of the nodes, from −1 to 1 in both directions."""
     network = nx.Graph()
     network.add_nodes_from(nodes)
     network.add_edges_from(edges)

@@ -1,4 +1,4 @@
-"""What is asked of a graph: a model, what it is called with, a node or a pair, and a class."""
+"""The question to a graph model: its inputs, a node or a pair of nodes, and a class."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -21,23 +21,23 @@ from attnkit.interpret.quantity import Of
 from attnkit.layers.graph.attention import GraphAttention
 
 Index = int | Sequence[int] | None
-"""A node; two nodes, of which a model of pairs answers; or the whole graph."""
+"""A node; a pair of nodes, for a model that takes pairs; or None for the whole graph."""
 UNCHANGED = 1e-4
-"""How much two answers of the same edges differ at most, by rounding."""
+"""Answers that differ by at most this count as equal, since rounding differs."""
 
 
 class GraphQuestion(Target):
     """y is the logit of a class for one node, for a pair of nodes, or for the graph.
 
     Attributes:
-        edge_index: [2, edges], as the caller gave them.
-        index: the node; a pair of nodes, given to the model as `pairs` [2, 1], for which it gives
-            one row; None: the graph, of which the model gives one row.
-        nodes: those of the index.
-        target, logits: with a first dimension of 1.
-        num_hops: in how many steps what a node knows reaches the node, or one of the pair; None: in
-            one, or all edges count, since nodes also see each other without edges.
-        candidates: [edges], bool: those that can change y, known after `prepare`.
+        edge_index: the caller's edges [2, edges].
+        index: the node; a pair of nodes, passed to the model as `pairs` [2, 1], for which it
+            returns one row; None: the graph, for which the model returns one row.
+        nodes: the nodes of the index.
+        target, logits: the class and the logits, with a first dimension of 1.
+        num_hops: number of steps in which information reaches the node or the pair; None: not
+            limited, since nodes also see each other without edges, and all edges count.
+        candidates: which edges can change y, [edges] bool, known after `prepare`.
     """
 
     unit = "edge"
@@ -74,20 +74,20 @@ class GraphQuestion(Target):
 
     @property
     def nodes(self) -> list[int]:
-        """The nodes that are asked about; none: the graph."""
+        """The explained nodes; an empty list stands for the graph."""
         return nodes_of(self.index)
 
     @property
     def row(self) -> int:
-        """Which row of what the model returns answers."""
+        """The row of the model's output that holds the answer."""
         return self.index if isinstance(self.index, int) else 0
 
     def prepare(self) -> None:
-        """Ask the model, and find which edges can change its answer.
+        """Run the model, and find which edges can change its answer.
 
-        The layers along edges are counted, and the model is asked whether that is right: where y
-        has a gradient at the features of a node that is farther away, as many steps are taken as
-        lead there, and more where y changes without all other edges, as by a node's degree.
+        The number of steps is the number of layers along edges, checked on the model: if y has a
+        gradient at a node farther away, it is raised to reach that node, and it is raised further
+        while y changes when all other edges are removed, for example through a node's degree.
         """
         is_counted = self.num_hops is None
         with torch.set_grad_enabled(is_counted):
@@ -107,7 +107,7 @@ class GraphQuestion(Target):
             )
 
     def run(self) -> object:
-        """The model's output for the whole graph."""
+        """Return the model's output for the whole graph."""
         return self._call(self.given)
 
     @property
@@ -115,12 +115,12 @@ class GraphQuestion(Target):
         return self.edge_index.shape[1]
 
     def answers(self, keep: Tensor | None = None) -> Tensor:
-        """The logits [nodes or 1, classes] with these edges alone, [edges] bool; None: with all."""
+        """Return the logits [nodes or 1, classes] with only the edges `keep` [edges]; None: all."""
         given = self.given if keep is None else self._kept(keep)
         return logits_of(self._call(given), type(self.model).__name__)
 
     def ask(self, keep: Tensor | None = None) -> Tensor:
-        """The logits [classes] of the node or the graph, with these edges alone."""
+        """Return the logits [classes] of the node or the graph, with only the edges `keep`."""
         if keep is not None and (part := self._part()) is not None:
             return part.ask(keep[self.candidates])
         found = self.answers(keep)
@@ -134,13 +134,13 @@ class GraphQuestion(Target):
         return logits
 
     def y(self, keep: Tensor | None = None) -> Tensor:
-        """The logit of the class, with these edges alone."""
+        """Return the logit of the class, with only the edges `keep`."""
         logits = self.ask(keep)
         assert self.target is not None
         return logits[int(self.target)]
 
     def without(self, items: Tensor, removed: Tensor) -> Tensor:
-        """The logits [_, classes] without some of the candidates, [_, candidates] bool."""
+        """Return the logits [_, classes] without the candidates in `removed` [_, candidates]."""
         keep, places = torch.ones_like(self.candidates), self.candidates.nonzero()[:, 0]
         logits = []
         for one in shown(list(removed), "removing edges"):
@@ -150,7 +150,7 @@ class GraphQuestion(Target):
 
     @torch.enable_grad()
     def _hops_of(self, logits: Tensor) -> int | None:
-        """In how many steps edges change the answer; None: all count."""
+        """Return the number of steps in which edges change the answer; None: all edges count."""
         assert self.target is not None
         hops = count_hops(self.model)
         if hops is None:
@@ -165,10 +165,10 @@ class GraphQuestion(Target):
             found = torch.autograd.grad(y, features, allow_unused=True)
             parts = [part.flatten(1).any(dim=1) for part in found if part is not None]
             if parts:
-                told = torch.stack(parts).any(dim=0)
-                steps = steps_to(self.index, self.edge_index, len(told))[: len(told)][told]
+                is_used = torch.stack(parts).any(dim=0)
+                steps = steps_to(self.index, self.edge_index, len(is_used))[: len(is_used)][is_used]
                 if bool((steps < 0).any()):
-                    return None  # nodes that no edge leads from
+                    return None  # a node without a path to the explained one changes y
                 hops = max([hops, *steps.tolist()])
         while not self._is_unchanged(self._within(hops)):
             wider = self._within(hops + 1)
@@ -179,7 +179,7 @@ class GraphQuestion(Target):
 
     @torch.no_grad()
     def _is_unchanged(self, keep: Tensor) -> bool:
-        """Whether the answer is the same with these edges alone."""
+        """Return whether the answer is the same with only the edges `keep`."""
         if bool(keep.all()):
             return True
         assert self.logits is not None
@@ -187,13 +187,15 @@ class GraphQuestion(Target):
         return torch.allclose(found, self.logits[0], rtol=UNCHANGED, atol=UNCHANGED)
 
     def _within(self, num_hops: int) -> Tensor:
-        """The edges from which the node is reached in so many steps, [edges] bool."""
+        """Return the edges that reach the node in at most `num_hops` steps, [edges] bool."""
         return self.reached(num_hops - 1)[self.edge_index[1]]
 
     def _part(self) -> "GraphQuestion | None":
-        """The same question of the edges that can reach the node, whose answer is the same, where
-        they are few; None where they are not, or the model looks at more of the graph than that,
-        by a norm over all nodes, say."""
+        """Return the same question on the subgraph of the edges that can reach the node.
+
+        None if the subgraph is not much smaller, or if its answer differs, since the model looks at
+        more of the graph, for example by a norm over all nodes.
+        """
         if self.index is None or self.logits is None or self._is_part_known:
             return self._known_part
         self._is_part_known = True
@@ -204,7 +206,7 @@ class GraphQuestion(Target):
             return None
 
         def thin(place: int | str, given: Any) -> Any:
-            """The edges between these nodes, and of what has a row for each node the rows."""
+            """Return the subgraph's edges, and its rows of tensors with a row for each node."""
             if isinstance(given, Edges):
                 return Edges(edges, len(nodes))
             if place == self.place:
@@ -224,11 +226,14 @@ class GraphQuestion(Target):
         return self._known_part
 
     def calls(self, layers: Layers = None, *, graph: bool = False) -> tuple[list[EdgeCall], Tensor]:
-        """The attention of layers along the edges asked of, in its order, and the logit of the
-        class; in autograd's graph if asked for.
+        """Return the attention calls of the layers, in their order, and the logit of the class.
+
+        Args:
+            layers: layers by position or name; None: all.
+            graph: whether the results are in autograd's graph.
 
         Raises:
-            ValueError: there is none, or it goes along other edges.
+            ValueError: there is no attention along edges, or it goes along other edges.
         """
         with torch.set_grad_enabled(graph), watch_attention(self.model, layers) as heard:
             y = self.y()
@@ -248,15 +253,15 @@ class GraphQuestion(Target):
         return calls, y
 
     def reached(self, num_hops: int, num_nodes: int = 0) -> Tensor:
-        """The nodes from which the node is reached in at most so many steps, [nodes] bool."""
+        """Return which nodes reach the explained one in at most `num_hops` steps, [nodes]."""
         steps = steps_to(self.index, self.edge_index, num_nodes)
         return (steps >= 0) & (steps <= num_hops)
 
     def _given(self, inputs: Any) -> dict[int | str, Any]:
-        """The arguments of the model by position, or by name where they are a dictionary.
+        """Return the model's arguments by position, or by name if they are a dictionary.
 
         Raises:
-            TypeError: something else, or texts.
+            TypeError: other inputs, or texts.
         """
         if not isinstance(inputs, Mapping | Sequence):
             raise TypeError(
@@ -276,14 +281,16 @@ class GraphQuestion(Target):
                 "inputs: texts, as input_ids, are not explained; attnkit.diagnose_attention says "
                 "what their attention does, attnkit.capture_attention gives its weights"
             )
-        # all that is made of the nodes is then in the graph, also where parameters are frozen
+        # inputs with gradients put all activations into the graph, even if parameters are frozen
         return {place: _with_gradient(one) for place, one in given.items()}
 
     def _place_of_edges(self) -> int | str:
-        """Which argument is the edges: integers [2, n] under another name are not.
+        """Return the position or name of the edges among the arguments.
+
+        Integers [2, n] whose name does not contain "edge" are not taken for edges.
 
         Raises:
-            TypeError: nowhere.
+            TypeError: no argument holds edges.
         """
         found = [
             place
@@ -300,7 +307,7 @@ class GraphQuestion(Target):
         return [*named, *found][0]
 
     def _kept(self, keep: Tensor) -> dict[int | str, Any]:
-        """The arguments without the edges that are left out."""
+        """Return the arguments with only the edges `keep`, and the rows of their features."""
 
         def kept(place: int | str, given: Any) -> Any:
             if isinstance(given, Edges):
@@ -317,7 +324,7 @@ class GraphQuestion(Target):
         return {place: kept(place, one) for place, one in self.given.items()}
 
     def _call(self, given: Mapping[int | str, Any]) -> object:
-        """The model's output for arguments such as `given`."""
+        """Return the model's output for arguments in the form of `self.given`."""
         by_name = {name: one for name, one in given.items() if isinstance(name, str)}
         values = () if by_name else given.values()
         if isinstance(self.index, tuple):
@@ -325,7 +332,7 @@ class GraphQuestion(Target):
         return self.model(*values, **by_name)
 
     def _check_pair(self, pair: tuple[int, ...]) -> None:
-        """TypeError if the model takes no pairs, ValueError if there are no such nodes."""
+        """Raise a TypeError if the model takes no pairs, a ValueError if nodes are out of range."""
         if "pairs" not in signature(self.model.forward).parameters:
             name = type(self.model).__name__
             raise TypeError(f"index: expected a node, since {name} takes no pairs, got {pair}")
@@ -336,7 +343,7 @@ class GraphQuestion(Target):
 
 
 def _number(name: str, given: Any, least: int = 0) -> int | None:
-    """An integer, also one of a tensor or array without dimensions."""
+    """Return an integer, which may be given as a tensor or array without dimensions."""
     if given is None:
         return None
     try:
@@ -349,7 +356,7 @@ def _number(name: str, given: Any, least: int = 0) -> int | None:
 
 
 def _index(given: Any) -> Any:
-    """A node, a pair of them, or None; TypeError or ValueError if it is none of these."""
+    """Return a node, a pair of nodes or None; raise a TypeError or ValueError for anything else."""
     if not isinstance(given, list | tuple):
         return _number("index", given)
     if len(given) != 2 or None in given:
@@ -358,19 +365,19 @@ def _index(given: Any) -> Any:
 
 
 def nodes_of(index: Index) -> list[int]:
-    """The nodes of an index; none: it is of the graph."""
+    """Return the nodes of an index; an empty list for the whole graph."""
     if index is None:
         return []
     return [index] if isinstance(index, int) else list(index)
 
 
 def steps_to(index: Index, edge_index: Tensor, num_nodes: int = 0) -> Tensor:
-    """How many steps lead from each node to one of them along edges, [nodes]; −1: none do.
+    """Return the number of steps along edges from each node to the index, [nodes]; −1: no path.
 
     Args:
-        index: the node, or a pair, of which the nearer one counts; None: all of them, to which no
-            step leads.
-        num_nodes: at least so many are told of, also where edges join fewer.
+        index: the node, or a pair, of which the nearer node counts; None: the distance is 0 for
+            all nodes.
+        num_nodes: minimum length of the result, even if edges join fewer nodes.
     """
     source, target = edge_index
     size = max(int(edge_index.max()) + 1, num_nodes, *(node + 1 for node in nodes_of(index)), 0)
@@ -385,8 +392,10 @@ def steps_to(index: Index, edge_index: Tensor, num_nodes: int = 0) -> Tensor:
 
 
 def count_hops(model: nn.Module) -> int | None:
-    """The steps that messages take in a model: its layers along edges; None where nodes also see
-    each other without edges."""
+    """Return the number of steps that messages take in a model, by counting its layers along edges.
+
+    None if the model has none, or if nodes also see each other without edges.
+    """
     from torch_geometric.nn import MessagePassing
 
     hops = 0

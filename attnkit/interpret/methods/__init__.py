@@ -1,1 +1,1 @@
-"""What gives each token, or each place of an image, a number: one family a file."""
+"""Methods that give each token, or each place of an image, a number; one family per file."""

@@ -1,4 +1,4 @@
-"""The attention itself, of the row that is read: raw, or times the size of what is moved."""
+"""Maps of the raw attention from which the answer is read, or of its product with value norms."""
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,13 @@ from attnkit.interpret.methods.tokens import watch
 
 
 def attention(question: Question) -> Tensor:
-    """Raw attention of the token that is read, the mean over heads, [batch, tokens].
+    """Return the raw attention of the token that is read, the mean over heads, [batch, tokens].
 
         mean_h A[i, j]        i: the class token, or the mean over all patches
 
-    Of the last layer, or the mean over the layers asked for. It does not know of a class. Where
-    patches are averaged, it is how much a token is looked at, and no one's look.
+    It is that of the last layer, or the mean over the chosen layers, and does not depend on the
+    class. If the model averages patches, it is the mean attention that a token receives from all
+    patches, and not the attention of a single token.
     """
     chain = watch(question, "attention", default=-1)
     maps = [
@@ -29,14 +30,14 @@ def attention(question: Question) -> Tensor:
 
 
 def value_weighted(question: Question) -> Tensor:
-    """Attention times the norm of what it moves (Kobayashi et al., Attention is Not Only a Weight,
-    2020), the mean over heads, [batch, tokens].
+    """Return the attention times the norm of what it moves (Kobayashi et al., Attention is Not Only
+    a Weight, 2020), the mean over heads, [batch, tokens].
 
         mean_h A_h[i, j] ‖v_h,j W_O,h‖
 
-    W_O,h are the rows of the output projection that read head h. It is the linear layer that was
-    given the merged heads; where there is none, ‖v_h,j‖ is taken, and a note says so. The sum of
-    norms is no norm of the sum: heads that cancel each other count.
+    W_O,h are the rows of the output projection that read head h. The output projection is the
+    linear layer whose input is the merged heads; without one, ‖v_h,j‖ is used and a note is added.
+    A sum of norms is not the norm of the sum, so heads that cancel each other still count.
     """
     with module_runs(question.model, lambda run: isinstance(run.module, nn.Linear)) as runs:
         chain = watch(question, "value_weighted", default=-1)
@@ -55,7 +56,7 @@ def value_weighted(question: Question) -> Tensor:
 
 @torch.no_grad()
 def _value_norms(step: Step, merged: dict[nn.Linear, Tensor], question: Question) -> Tensor:
-    """‖v_h,j W_O,h‖, [batch, heads, keys]."""
+    """Return ‖v_h,j W_O,h‖, [batch, heads, keys]."""
     call = step.call
     value = call.value.detach()
     value = value if value.dtype == torch.float64 else value.float()
@@ -75,13 +76,13 @@ def _value_norms(step: Step, merged: dict[nn.Linear, Tensor], question: Question
 def _output_projection(
     call: AttentionCall, merged: dict[nn.Linear, Tensor], model: nn.Module
 ) -> Tensor | None:
-    """The weight [dim, heads · value_dim] of the layer that was given the output's heads."""
+    """Return the weight [dim, heads · value_dim] of the layer whose input is the merged heads."""
     output = call.output.detach().transpose(1, 2).flatten(2)
     for layer, given in merged.items():
         fits = given.numel() == output.numel() and layer.in_features == output.shape[-1]
         if fits and torch.equal(given.reshape(-1), output.reshape(-1)):
             return layer.weight
-    # some call torch's function with the weights of the layer, which then is no one's hook
+    # some modules call torch's function with the layer's weights, so that no hook of it runs
     module = dict(model.named_modules()).get(call.layer)
     last = getattr(module, "out_proj", None)
     plain = isinstance(module, nn.MultiheadAttention) or getattr(module, "gate_proj", 0) is None

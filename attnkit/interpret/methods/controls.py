@@ -10,19 +10,19 @@ from attnkit.interpret.methods.question import Question
 
 
 def random(question: Question, *, seed: int = 0) -> Tensor:
-    """Numbers drawn evenly between 0 and 1, [batch, rows, columns].
+    """Return uniform random numbers between 0 and 1, [batch, rows, columns].
 
     Args:
-        seed: of the draws; torch's own random numbers are not touched.
+        seed: seed of the numbers; torch's global random state is not used.
     """
     return drawn(_shape(question), seed).to(question.images.device)
 
 
 def centre(question: Question, *, spread: float = 0.25) -> Tensor:
-    """A Gaussian about the middle of the image, exp(−(u² + v²) / 2), [batch, rows, columns].
+    """Return a Gaussian about the middle of the image, exp(−(u² + v²) / 2), [batch, rows, columns].
 
-    u and v are distances from the middle over `spread` times the side: photographs are centred,
-    and whoever points at the middle is often right.
+    u and v are distances from the middle divided by `spread` times the side. It is a strong
+    baseline, since the object of a photograph often is in the middle.
     """
     batch, rows, columns = _shape(question)
     bump = centred(rows, columns, spread).to(question.images.device)
@@ -30,12 +30,12 @@ def centre(question: Question, *, spread: float = 0.25) -> Tensor:
 
 
 def drawn(shape: Sequence[int], seed: int) -> Tensor:
-    """Numbers between 0 and 1 from a generator of their own."""
+    """Return uniform numbers between 0 and 1 from a separate generator."""
     return torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
 def centred(rows: int, columns: int, spread: float) -> Tensor:
-    """The Gaussian of `centre`, [rows, columns]."""
+    """Return the Gaussian of `centre`, [rows, columns]."""
     if not spread > 0:
         raise ValueError(f"spread: expected a positive number, got {spread}")
     u, v = (((torch.arange(n) + 0.5) / n - 0.5) / spread for n in (rows, columns))

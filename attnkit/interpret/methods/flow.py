@@ -1,7 +1,7 @@
-"""Attention followed from the last layer to the first, one row of the product at a time.
+"""Attention rollout and relevance, propagated as a vector from the last layer to the first.
 
-The product of all layers' matrices is not needed for one output: its row is a vector, multiplied
-from the left, so that nothing of tokens × tokens is held.
+One output needs only one row of the product of all layers' matrices. This row is a vector that is
+multiplied from the left, so no tokens × tokens matrix is stored.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ from torch import Tensor
 class Step:
     """A layer of attention between tokens.
 
-    call: what ran, an `AttentionCall`.
-    rows: which token each query is, int [queries]; None: the queries are learned, and no token.
-    num_tokens: of the layer's input; keys are the last of them, where there are fewer.
-    is_used: whether the layer takes part; one that does not passes on what it is given.
+    call: the `AttentionCall` that ran.
+    rows: index of the token of each query, int [queries]; None: learned queries, which are no
+        tokens.
+    num_tokens: number of tokens of the layer's input; if there are fewer keys, they are the last.
+    is_used: whether the layer takes part; otherwise relevance passes through it unchanged.
     """
 
     call: Any
@@ -28,12 +29,12 @@ class Step:
     is_used: bool = True
 
     def kept(self, r: Tensor) -> Tensor:
-        """What the residual connection passes on, [batch, queries] -> [batch, tokens]."""
+        """Propagate relevance through the residual, [batch, queries] to [batch, tokens]."""
         tokens = r.new_zeros(len(r), self.num_tokens)
         return tokens if self.rows is None else tokens.index_add_(1, self.rows, r)
 
     def looked_at(self, r: Tensor, output_gradient: Tensor | None = None) -> Tensor:
-        """What the attention passes on, [batch, queries] -> [batch, tokens]."""
+        """Propagate relevance through the attention, [batch, queries] to [batch, tokens]."""
         moved = self.call.propagate(r, output_gradient=output_gradient)
         return torch.nn.functional.pad(moved, (self.num_tokens - moved.shape[1], 0))
 
@@ -43,12 +44,12 @@ def rollout(steps: Sequence[Step], start: Tensor) -> Tensor:
 
         r ← r (I + mean_h A_l) / 2        from the last layer down
 
-    One half is the authors' assumption for the residual connection, not a measurement. Where the
-    queries of a layer are learned, which no residual connection carries back, r ← r mean_h A_l.
+    One half is the authors' assumption for the residual connection, not a measurement. A layer with
+    learned queries has no residual connection to the tokens; there r ← r mean_h A_l.
 
     Args:
-        steps: in the order in which they ran.
-        start: [batch, queries of the last step], what is read of its output, with the sum 1.
+        steps: layers in the order in which they ran.
+        start: [batch, queries of the last step], how much each is read, with the sum 1.
 
     Returns:
         [batch, tokens] of the first step, with the sum 1.
@@ -70,9 +71,9 @@ def relevance(steps: Sequence[Step], start: Tensor, output_gradients: Sequence[T
 
         r ← r + r Ā_l,   Ā_l = mean_h (∂y/∂A_l ⊙ A_l)⁺        (5), (6), from the last layer down
 
-    The identity that R begins with is left out of what is returned, as in their (8). Nothing is
-    normalized: values grow with depth and with y. Where the queries of a layer are learned, which
-    no residual connection carries back, r ← r Ā_l, as in (11).
+    The identity with which R starts is subtracted from the result, as in their (8). Nothing is
+    normalized: values grow with depth and with y. A layer with learned queries has no residual
+    connection to the tokens; there r ← r Ā_l, as in (11).
 
     Args:
         steps, start: as in `rollout`.
@@ -81,7 +82,8 @@ def relevance(steps: Sequence[Step], start: Tensor, output_gradients: Sequence[T
     Returns:
         [batch, tokens] of the first step.
     """
-    identity, gained = start, torch.zeros_like(start)  # apart, since what is gained may be tiny
+    # kept apart, since the gain may be tiny compared with the identity
+    identity, gained = start, torch.zeros_like(start)
     for step, gradient in zip(reversed(steps), reversed(output_gradients), strict=True):
         looked_at = step.looked_at(identity + gained, gradient) if step.is_used else 0.0
         identity, gained = step.kept(identity), step.kept(gained) + looked_at

@@ -1,4 +1,4 @@
-"""Grad-CAM: the channels that the class depends on, at the places where they are active."""
+"""Grad-CAM: activations weighted by the class's gradient at their channels."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -13,8 +13,8 @@ from attnkit.interpret.methods.hooks import ModuleRun, module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import token_layers, watch
 
-_LAST_SHARE = 5  # the layer is among the last 1 / this of the modules that ran,
-_LAST_MODULES = 24  # or among the last so many, a block or two, in a small network
+_LAST_SHARE = 5  # the layer is among the last fifth of the modules that ran,
+_LAST_MODULES = 24  # or, in a small network, among the last 24, which are a block or two
 
 
 def grad_cam(question: Question) -> Tensor:
@@ -22,16 +22,17 @@ def grad_cam(question: Question) -> Tensor:
 
         (Σ_c w_c T_c[i])⁺,   w_c = mean_i ∂y/∂T_c[i]
 
-    T are the patches' tokens that the last layer of attention between tokens is given, behind the
-    block's first norm: after the last block patches that no one reads have no gradient. Of a model
-    without attention that can be seen, or whose attention sees windows, T is the last map or the
-    last tokens with a gradient at more than one place that a module returns, near the end of the
-    network. A note says which.
-    `layers` names another: a layer of attention between tokens, else a module that returns tokens
-    or a map.
+    T are the patches' tokens at the input of the last attention layer between tokens, after the
+    block's first norm; after the last block, patches that are not read have no gradient. For a
+    model without visible attention, or with attention within windows, T is the last map or tokens
+    near the end of the network that a module returns and that have a gradient at more than one
+    place. A note names the module.
+
+    `layers` chooses another layer: an attention layer between tokens, or a module that returns
+    tokens or a map.
 
     Raises:
-        ValueError: there is no such layer, or it returns neither.
+        ValueError: there is no such layer, or it returns neither tokens nor a map.
     """
     layer = question.layers
     if layer is not None and not isinstance(layer, int | str):
@@ -54,7 +55,7 @@ def _on_tokens(question: Question) -> Tensor:
         chain = watch(question, "grad_cam")
     step = [step for step in chain.used if step.rows is not None][-1]
     name = step.call.layer
-    # attention in a child module is given heads; a module around it is given the tokens
+    # if attention runs in a child module, its input is heads; a parent's input is the tokens
     around = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
     shape = question.batch, step.num_tokens
     fitting = {
@@ -79,7 +80,7 @@ def _on_tokens(question: Question) -> Tensor:
 def _axes_of_tokens(
     tensor: Tensor, shape: tuple[int, int], is_batch_first: bool
 ) -> tuple[int, int] | None:
-    """The axes of batch and tokens, if it has them; torch's default is that tokens come first."""
+    """Return the axes of batch and tokens, or None; in torch's default order tokens are first."""
     if tensor.ndim != 3:
         return None
     ways = [axes for axes in ((0, 1), (1, 0)) if tuple(tensor.shape[a] for a in axes) == shape]
@@ -87,12 +88,12 @@ def _axes_of_tokens(
 
 
 class _Made(NamedTuple):
-    """A map or tokens that a module made of images.
+    """A map or tokens that a module computed from images.
 
-    run: of the module.
-    number: its place among all that modules made.
-    batch, places: the axes of the images, and of rows and columns, or of the tokens.
-    num_tokens: 0 of a map.
+    run: the run of the module.
+    number: index of the run among all runs.
+    batch, places: the axes of the images, and of rows and columns or of the tokens.
+    num_tokens: number of tokens; 0 for a map.
     """
 
     run: ModuleRun
@@ -102,7 +103,7 @@ class _Made(NamedTuple):
     num_tokens: int
 
     def in_order(self, tensor: Tensor) -> Tensor:
-        """[batch, *places, channels]."""
+        """Permute a tensor of this shape to [batch, *places, channels]."""
         axes = self.batch, *self.places
         (channels,) = {*range(tensor.ndim)}.difference(axes)
         return tensor.permute(*axes, channels)
@@ -111,7 +112,7 @@ class _Made(NamedTuple):
 def _on_output(question: Question, layer: str | None) -> Tensor:
     with module_runs(question.model, lambda run: bool(run.made)) as runs:
         y = question.ask()
-    # rows that are images are as many as images; a table of parameters has the same for any
+    # run a batch of another size: axes that change with it are images, others are parameters
     others = question.images.detach()[:1].repeat(1 if question.batch > 1 else 2, 1, 1, 1)
     others.requires_grad_()
     with module_runs(question.model, lambda run: bool(run.made)) as of_others:
@@ -122,7 +123,7 @@ def _on_output(question: Question, layer: str | None) -> Tensor:
         each
         for each in made
         if each.number >= first
-        # keys or values alone, say, beside which there are other ways to the logits
+        # a linear layer's tokens may be keys or values alone, one of several paths to the logits
         and not (each.num_tokens and isinstance(each.run.module, nn.Linear))
     ]
     last = near_end if layer is None else [each for each in made if each.run.name == layer]
@@ -140,10 +141,10 @@ def _on_output(question: Question, layer: str | None) -> Tensor:
                 continue
             values, gradient = grid.image(values), grid.image(gradient)
             if int((gradient != 0).any(dim=3).flatten(1).sum(dim=1).min()) < 2:
-                continue  # patches that no one reads, behind the last attention
+                continue  # after the last attention, patches that are not read
             question.notes.append(str(grid))
         elif counts.intersection(values.shape[1:3]):
-            continue  # of heads: weights of tokens by tokens, or what tokens are told by
+            continue  # [batch, heads, …] tensors: attention weights, queries, keys or values
         what = "tokens" if each.num_tokens else "map"
         question.notes.append(f"{what} of the module {each.run.name!r}")
         return _cam(values, gradient)
@@ -160,7 +161,7 @@ def _on_output(question: Question, layer: str | None) -> Tensor:
 def _of_images(
     runs: Sequence[ModuleRun], of_others: Sequence[ModuleRun], images: Tensor, others: Tensor
 ) -> list[_Made]:
-    """Maps and tokens among what modules made of images and of another number of images."""
+    """Return the maps and tokens in the outputs for images and for another number of images."""
     height, width = images.shape[-2:]
     made = []
     for number, (run, other) in enumerate(zip(runs, of_others, strict=False)):
@@ -194,7 +195,7 @@ def _grid_of_tokens(
     num_tokens: int,
     grids: dict[int, Grid | None],
 ) -> Grid | None:
-    """Where so many tokens lie: where they first appear, on maps and tokens that were before."""
+    """Return the grid of `num_tokens` tokens, located on earlier maps and tokens; None: unknown."""
     if num_tokens in grids:
         return grids[num_tokens]
     begin = next(place for place, each in enumerate(made) if each.num_tokens == num_tokens)
@@ -222,6 +223,6 @@ def _field_of_tokens(each: _Made, grid: Grid, gradient: Tensor) -> Tensor:
 
 
 def _cam(values: Tensor, gradient: Tensor) -> Tensor:
-    """[batch, rows, columns, channels] to [batch, rows, columns]."""
+    """Return the Grad-CAM map [batch, rows, columns] of [batch, rows, columns, channels]."""
     weights = gradient.mean(dim=(1, 2))
     return torch.einsum("bijc,bc->bij", values.detach(), weights).relu()

@@ -1,4 +1,4 @@
-"""The gradient of the answer with respect to the image: alone, or along a way from a baseline."""
+"""Gradients of the answer at the image, or integrated along a path from a baseline."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ def input_gradient(question: Question) -> Tensor:
 
         Σ over channels, and over the pixels of a patch, of |∂y/∂x|
 
-    A model without a patch embedding has a number for each pixel.
+    The map of a model without a patch embedding has one number per pixel.
     """
     (gradient,) = question.gradients(question.ask(), [question.images])
     return over_patches(question, gradient.abs())
@@ -29,13 +29,13 @@ def integrated_gradients(
 
         (x − x′) ∫ ∂y/∂x at x′ + α (x − x′) dα,   summed over channels and the pixels of a patch
 
-    The sum over a map is y(x) − y(x′), to the precision of the integral, which is taken by the
-    Gauss–Legendre rule; a note says how far it is off.
+    The sum over a map is y(x) − y(x′) up to the error of the Gauss–Legendre quadrature, which a
+    note reports.
 
     Args:
         baseline: x′, a number or a tensor that broadcasts to the images. 0 is the mean colour of
-            images normalized by their mean.
-        num_steps: points of the rule, a forward and a backward each.
+            images that are normalized by their mean.
+        num_steps: number of quadrature points, with a forward and a backward each.
     """
     at_least(1, num_steps=num_steps)
     images = question.images.detach()
@@ -62,7 +62,7 @@ def integrated_gradients(
 
 
 def over_patches(question: Question, pixels: Tensor) -> Tensor:
-    """The sum over channels and over each patch, [batch, channels, height, width] to a map."""
+    """Sum [batch, channels, height, width] over channels and each patch to a map."""
     values, grid = pixels.sum(dim=1), question.grid
     patches = patch_grid(question.model, question.images)
     if patches is not None and (grid is None or patches.are_in(grid)):
@@ -73,13 +73,13 @@ def over_patches(question: Question, pixels: Tensor) -> Tensor:
 
 
 def sum_over(values: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The sum over each place of a grid, [batch, height, width] to [batch, rows, columns]."""
+    """Sum [batch, height, width] over each place of a grid to [batch, rows, columns]."""
     high, wide = pixels_of_place(grid, *values.shape[-2:])
     return F.avg_pool2d(values[:, None], (high, wide))[:, 0] * (high * wide)
 
 
 def pixels_of_place(grid: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Height and width in pixels of a place of a grid, which has to divide the image."""
+    """Return height and width in pixels of a place of a grid, which must divide the image."""
     if height % grid[0] or width % grid[1]:
         raise ValueError(
             f"grid: {grid[0]} x {grid[1]} does not divide an image of {height} x {width} pixels"

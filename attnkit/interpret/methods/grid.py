@@ -1,7 +1,7 @@
-"""Which tokens are patches, and where they lie on the image, as the model made them.
+"""Location of a model's tokens on the image: which of them are patches, and of which grid.
 
-Nothing is taken from proportions. A token lies where its gradient is, on a map that the model made
-before it (that of the patch embedding) or on the image itself.
+Proportions of the image are not used. A token lies where its gradient is, on a map that the model
+computed earlier (such as that of the patch embedding) or on the image itself.
 """
 
 import re
@@ -19,10 +19,10 @@ from attnkit.core.capture.watch import watch_attention
 from attnkit.interpret.methods.hooks import Enough, ModuleRun, module_runs
 from attnkit.interpret.methods.question import looking
 
-MAX_SPECIAL_TOKENS = 16  # class and register tokens that may see patches, as their mean does
-_MOST_MAPS = 6  # of different shapes, the latest first, on which tokens are looked for
-_TILES = (1, 2, 4, 8, 16, 32)  # sides tried where tokens see more of a map than a tile of it
-_NEGLIGIBLE = 1e-4  # of the largest gradient
+MAX_SPECIAL_TOKENS = 16  # most class and register tokens that depend on patches, as a mean does
+_MOST_MAPS = 6  # maps of different shapes, the latest first, on which tokens are located
+_TILES = (1, 2, 4, 8, 16, 32)  # patch sides to try if tokens depend on more than a tile of a map
+_NEGLIGIBLE = 1e-4  # share of the largest gradient that counts as 0
 
 
 class Grid(NamedTuple):
@@ -33,13 +33,13 @@ class Grid(NamedTuple):
     num_prefix_tokens: int
     num_suffix_tokens: int
     source: str
-    """How it was found."""
+    """How the grid was found, in words."""
     has_queries: bool = True
-    """Whether the queries of as many are these tokens too; not so where words look at patches."""
+    """Whether the queries are these tokens too; False if, for example, words look at patches."""
 
     @property
     def num_others(self) -> int:
-        """Class and register tokens, before and behind the patches."""
+        """Number of class and register tokens before and after the patches."""
         return self.num_prefix_tokens + self.num_suffix_tokens
 
     @property
@@ -47,15 +47,15 @@ class Grid(NamedTuple):
         return self.num_others + self.rows * self.columns
 
     def patches(self, tokens: Tensor, dim: int = 1) -> Tensor:
-        """The patches among all tokens, which `dim` counts."""
+        """Return the patches among all tokens, which are along `dim`."""
         return tokens.narrow(dim, self.num_prefix_tokens, self.rows * self.columns)
 
     def image(self, tokens: Tensor) -> Tensor:
-        """The patches as an image, [batch, tokens, …] to [batch, rows, columns, …]."""
+        """Return the patches of [batch, tokens, …] as an image [batch, rows, columns, …]."""
         return self.patches(tokens).unflatten(1, (self.rows, self.columns))
 
     def others(self, tokens: Tensor, dim: int = 1) -> Tensor:
-        """The class and register tokens, those before the patches first."""
+        """Return the class and register tokens, first those before the patches."""
         first, _, last = tokens.split(
             [self.num_prefix_tokens, self.rows * self.columns, self.num_suffix_tokens], dim
         )
@@ -70,35 +70,35 @@ class Grid(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Something over the images that tokens may have been made of.
+    """A map, tokens or the images, from which later tokens may have been computed.
 
-    fields: ways to read it, each from the size of a gradient of `tensor` to [rows, columns], summed
-        over the batch.
+    fields: possible layouts: functions from the absolute gradient at `tensor` to [rows, columns],
+        summed over the batch.
     """
 
     tensor: Tensor
     fields: tuple[Callable[[Tensor], Tensor], ...]
 
     def seen_by(self, y: Tensor) -> list[Tensor]:
-        """The fields of the gradient of a number; none where it is not made of the tensor."""
+        """Return the fields of the gradient of y; empty if y does not depend on the tensor."""
         (found,) = torch.autograd.grad(y, self.tensor, retain_graph=True, allow_unused=True)
         return [] if found is None else [field(found.abs().float()) for field in self.fields]
 
 
 def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
-    """Where tokens lie on the first of the sources on which they form a grid; None: on none.
+    """Return the grid of tokens on the first source on which they form one; None if on none.
 
-    Of each source a token sees a tile, which says how large a patch is there. The token in the
-    middle then tells how many stand before the patches, and those at three corners of the grid
-    have to see their own tile more than any other.
+    A token depends on a tile of the source, which gives the size of a patch. The tile of the middle
+    token then gives the number of tokens before the patches, and the tokens at three corners of the
+    grid must depend on their own tile more than on any other.
 
     Args:
         tokens: [batch, tokens, dim], in the graph of the sources.
-        sources: where to look, the closest to the tokens first: the way back to the others, the
-            images above all, may be long.
+        sources: sources to try, the closest to the tokens first, since the backward pass to others,
+            and to the images in particular, may be long.
     """
     generator = torch.Generator().manual_seed(0)
-    # no plain sum over channels: that of a layer norm's output has no gradient
+    # a plain sum over channels of a layer norm's output would have no gradient
     direction = torch.randn(tokens.shape[-1], generator=generator).to(tokens)
     if not tokens.requires_grad:
         return None
@@ -114,14 +114,14 @@ def locate(tokens: Tensor, sources: Sequence[Source]) -> Grid | None:
 
         for way in range(len(seen(len(along) // 2))):
             found = _grid_on(partial(seen_in, way), len(along))
-            # as many rows as tokens are heads of attention, [batch, heads, tokens, head_dim]
+            # a grid with as many rows as tokens is attention heads, [batch, heads, tokens, dim]
             if found is not None and (source is sources[-1] or len(along) not in found[:2]):
                 return found
     return None
 
 
 def _grid_on(seen: Callable[[int], Tensor], num_tokens: int) -> Grid | None:
-    """The grid, by what each token sees of a source, [rows, columns]."""
+    """Return the grid, given the field [rows, columns] of a source that each token depends on."""
     eighths = [num_tokens * number // 8 for number in (4, 2, 6, 1, 3, 5, 7)]
     for number in dict.fromkeys((*eighths, num_tokens - 1, 0)):  # until one that is a patch
         field = seen(number)
@@ -142,7 +142,7 @@ def _grid_on(seen: Callable[[int], Tensor], num_tokens: int) -> Grid | None:
         own = place(number, tile) if high and wide else None
         if own is None or (tile != box and others > min(MAX_SPECIAL_TOKENS, high * wide)):
             continue
-        if others < 0:  # attention within windows, of which the first lies in a corner
+        if others < 0:  # attention within windows, the first of which lies in a corner
             last = place(num_tokens - 1, tile)
             if tile == box and last is not None and place(0, tile) == 0:
                 high, wide = last // wide + 1, last % wide + 1
@@ -166,11 +166,11 @@ def _grid_on(seen: Callable[[int], Tensor], num_tokens: int) -> Grid | None:
 def maps_among(
     runs: Sequence[ModuleRun], images: Tensor, calls: Sequence[AttentionCall] = ()
 ) -> list[Source]:
-    """The latest map of each shape that modules made, and the images, as sources.
+    """Return as sources the latest map of each shape that modules computed, and the images.
 
     Args:
-        calls: of attention; what has the shape of their heads, [batch, heads, tokens, head_dim] or
-            [batch, tokens, heads, head_dim], is no map.
+        calls: calls of attention; tensors with the shape of their heads, [batch, heads, tokens,
+            head_dim] or [batch, tokens, heads, head_dim], are no maps.
     """
     heads = {
         shape
@@ -189,20 +189,19 @@ def maps_among(
 
 
 def heads_joined(*tensors: Tensor) -> Tensor:
-    """What tokens are told by, [batch, heads, tokens, head_dim] each, as [batch, tokens, channels].
+    """Concatenate the channels of heads [batch, heads, tokens, head_dim] to [batch, tokens, dim].
 
-    Where the heads of some are fewer, all of their channels are there once.
+    The tensors may have different numbers of heads.
     """
     return torch.cat([tensor.transpose(1, 2).flatten(2) for tensor in tensors], dim=-1)
 
 
 Family = tuple[str, int]
-"""Layers of attention that differ by numbers in their names alone, as in `family_of`, and the
-number of their keys."""
+"""The name of attention layers without its numbers, as in `family_of`, and the number of keys."""
 
 
 def family_of(call: AttentionCall) -> Family:
-    """What layers share that attend over the same tokens: names without numbers, number of keys."""
+    """Return the family of layers that attend over the same tokens as this call's layer."""
     return re.sub(r"\d+", "*", call.layer), call.num_keys
 
 
@@ -212,13 +211,13 @@ def token_grids(
     num_tokens: int | None = None,
     ask: Callable[[Tensor], Any] | None = None,
 ) -> dict[Family, Grid | None]:
-    """Where the keys of the first layer of each family lie on the images.
+    """Return the grid of the keys of the first layer of each family, None if they form no grid.
 
-    None where they form no grid. Nothing is in it where no attention is seen.
+    The result is empty if the model has no visible attention.
 
     Args:
-        num_tokens: a number of keys; the model then stops behind it. 0: any.
-        ask: runs the model with images in the place of these; None: the model takes an image alone.
+        num_tokens: a number of keys, after which the model stops; 0: stop after any attention.
+        ask: function that runs the model with other images; None: the model takes only images.
     """
     images = (images[:1] if ask is None else images).detach().clone().requires_grad_()
     first: dict[Family, tuple[AttentionCall, list[Source]]] = {}
@@ -234,7 +233,7 @@ def token_grids(
         return True
 
     with looking(model):
-        # attention that is not seen is none
+        # a model without visible attention raises a ValueError
         with (
             suppress(Enough, ValueError),
             watch_attention(model) as calls,
@@ -260,10 +259,10 @@ def find_grid(
     grid: tuple[int, int] | None = None,
     num_prefix_tokens: int | None = None,
 ) -> Grid:
-    """The grid of the tokens of a model's attention; the model runs once, if not all is given.
+    """Return the grid of a model's attention tokens; run the model unless all is given.
 
     Raises:
-        ValueError: what is given does not fit, or it cannot be known.
+        ValueError: the given grid does not fit, or the grid cannot be found.
     """
     found = None
     if grid is None or num_prefix_tokens is None:
@@ -279,17 +278,17 @@ def settled_grids(
     num_prefix_tokens: int | None = None,
     ask: Callable[[Tensor], Any] | None = None,
 ) -> dict[Family, Grid | None]:
-    """The grid of `find_grid` of each family of layers; None where there is none.
+    """Return the grid of each family of layers, as `find_grid` does; None if there is none.
 
-    The model runs once, before a run in which these are needed.
+    This runs the model once.
 
     Args:
-        ask: as of `token_grids`.
+        ask: as in `token_grids`.
     """
     grids = token_grids(model, images, ask=ask)
     for family, found in grids.items():
         if found is None and ask is not None and None in (grid, num_prefix_tokens):
-            continue  # words, say; what the model says of itself is of its images
+            continue  # these keys may be words; the model's own attributes describe its images
         try:
             given = grid, num_prefix_tokens
             grids[family] = settled(model, images, family[1], found, *given)
@@ -306,14 +305,14 @@ def settled(
     grid: tuple[int, int] | None,
     num_prefix_tokens: int | None,
 ) -> Grid:
-    """What is given, else what was found, else what the model says of itself.
+    """Return the given grid, else the found one, else that of the model's attributes.
 
     Raises:
-        ValueError: what is given does not fit the tokens, or it is not known.
+        ValueError: the given grid does not fit the tokens, or no grid is known.
     """
     height, width = images.shape[-2:]
     if found is None and None in (grid, num_prefix_tokens):
-        found = _said_grid(model, images, num_tokens)
+        found = _declared_grid(model, images, num_tokens)
     behind = "" if num_prefix_tokens is None else f" behind {num_prefix_tokens} prefix tokens"
     if grid is not None:
         others = num_tokens - grid[0] * grid[1]
@@ -340,24 +339,24 @@ def settled(
     return found
 
 
-def _said_grid(model: nn.Module, images: Tensor, num_tokens: int) -> Grid | None:
-    """By the patch embedding and the model's own `num_prefix_tokens`, where they explain all."""
+def _declared_grid(model: nn.Module, images: Tensor, num_tokens: int) -> Grid | None:
+    """Return the grid of the patch embedding and the model's `num_prefix_tokens`, if it fits."""
     patches = patch_grid(model, images)
     if patches is None:
         return None
     others = num_tokens - patches.rows * patches.columns
-    said = (getattr(module, "num_prefix_tokens", None) for module in model.modules())
-    if others and others != next((number for number in said if type(number) is int), None):
+    declared = (getattr(module, "num_prefix_tokens", None) for module in model.modules())
+    if others and others != next((number for number in declared if type(number) is int), None):
         return None
     return Grid(patches.rows, patches.columns, others, 0, "as the model says")
 
 
 class Patches(NamedTuple):
-    """What a patch embedding cuts an image into.
+    """The patches into which a patch embedding cuts an image.
 
-    rows, columns: of patches.
+    rows, columns: numbers of patches.
     size: height and width of a patch in pixels. Pixels below or to the right of the last whole
-        patch are in none; where the model pads, the last patches reach beyond the image.
+        patch belong to no patch; if the model pads, the last patches reach beyond the image.
     """
 
     rows: int
@@ -374,16 +373,16 @@ class Patches(NamedTuple):
         return self.rows * self.size[0], self.columns * self.size[1]
 
     def are_in(self, grid: tuple[int, int]) -> bool:
-        """Whether each place of a grid is a number of whole patches."""
+        """Return whether each place of a grid consists of whole patches."""
         return not (self.rows % grid[0] or self.columns % grid[1])
 
 
 def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
-    """The patches of the images, as the model's patch embedding made them of the first.
+    """Return the patches that the model's patch embedding makes of the first image.
 
-    It is the first module that has a `patch_size` of more than a pixel and is given an image of
-    this size: the `patch_size` of a block counts the places of a feature map. How many patches
-    there are says the map that is made inside it. None where there is no such module.
+    The patch embedding is the first module with a `patch_size` of more than a pixel whose input has
+    the size of the image; the `patch_size` of other blocks counts places of a feature map. The
+    number of patches is that of the map computed inside it. None if there is no such module.
     """
     size = height, width = tuple(images.shape[-2:])
     asked: tuple[int, int] | None = None
@@ -394,7 +393,7 @@ def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
         given = [(each.module, each.given) for each in run.path()] + [(model, [images])]
         for module, tensors in given:
             if any(t.ndim == 4 and t.shape[-2:] == size for t in tensors):
-                asked = _patch_size(module) or asked  # of the outermost
+                asked = _patch_size(module) or asked  # the outermost module decides
         if asked and isinstance(run.output, Tensor) and run.output.ndim == 4:
             for shape in (run.output.shape[2:], run.output.shape[1:3]):
                 sides = zip(shape, size, asked, strict=True)
@@ -408,16 +407,16 @@ def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
     if not any(_patch_size(module) for module in model.modules()):
         return None
     with looking(model), torch.no_grad(), suppress(Enough), module_runs(model, look):
-        model.forward(images[:1].detach().clone())  # no call: it is no forward that counts
+        model.forward(images[:1].detach().clone())  # not model(…), whose hooks count forwards
     if asked is None or (made is None and (height % asked[0] or width % asked[1])):
         return None
     return Patches(*(made or (height // asked[0], width // asked[1])), asked)
 
 
 def _patch_size(module: nn.Module) -> tuple[int, int] | None:
-    """Height and width of the patches of several pixels that a module says it has."""
-    said = getattr(module, "patch_size", None)
-    if isinstance(said, bool) or not isinstance(said, int | tuple | list):
+    """Return a module's `patch_size` as height and width; None if it is missing or one pixel."""
+    size = getattr(module, "patch_size", None)
+    if isinstance(size, bool) or not isinstance(size, int | tuple | list):
         return None
-    pair = (said, said) if isinstance(said, int) else tuple(said)[-2:]
+    pair = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     return pair if len(pair) == 2 and min(pair) > 1 else None

@@ -1,4 +1,4 @@
-"""What each module of a model was given and returned while it ran."""
+"""A record of the inputs and outputs of a model's modules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,11 +15,11 @@ from attnkit.core.running import module_name
 class ModuleRun:
     """One run of a module.
 
-    name: as in `named_modules()`, compiled or not.
-    given: the tensors among its arguments.
-    around: the run of another module that it is part of.
-    has_gradients: whether gradients were enabled when it began.
-    output: what it returned; None until then.
+    name: name as in `named_modules()`, also if compiled.
+    given: the tensors among the arguments.
+    around: the enclosing run of another module.
+    has_gradients: whether gradients were enabled at its start.
+    output: the return value; None until then.
     made: the tensors in the output.
     """
 
@@ -32,7 +32,7 @@ class ModuleRun:
     made: list[Tensor] = field(default_factory=list)
 
     def path(self) -> "Iterator[ModuleRun]":
-        """Itself and the runs that it is part of, the innermost first."""
+        """Yield this run and the runs that enclose it, the innermost first."""
         run: ModuleRun | None = self
         while run is not None:
             yield run
@@ -40,16 +40,17 @@ class ModuleRun:
 
 
 class Enough(Exception):
-    """The model has run as far as it is asked of."""
+    """Raised to stop a model that has run far enough."""
 
 
 @contextmanager
 def module_runs(
     model: nn.Module, is_kept: Callable[[ModuleRun], bool] = lambda run: True
 ) -> Iterator[list[ModuleRun]]:
-    """The runs of modules in the block, in the order in which they end, of which `is_kept(run)`.
+    """Record the runs of modules in the block, in the order in which they end.
 
-    `is_kept` is called when a module ends, and may raise `Enough` to stop the model.
+    Runs with `is_kept(run)` are recorded. `is_kept` is called when a module ends, and may raise
+    `Enough` to stop the model.
     """
     runs: list[ModuleRun] = []
     open_runs: list[ModuleRun] = []
@@ -62,7 +63,7 @@ def module_runs(
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         run = open_runs.pop()
-        while run.module is not module:  # what raised an error that its caller caught
+        while run.module is not module:  # a module that raised an error, which its caller caught
             run = open_runs.pop()
         run.output, run.made = output, _tensors(output)
         if is_kept(run):
@@ -77,7 +78,7 @@ def module_runs(
 
 
 def _tensors(several: Any) -> list[Tensor]:
-    """A tensor, or the tensors in a list, a tuple or the values of a mapping."""
+    """Return a tensor, or the tensors in a list, a tuple or the values of a mapping, as a list."""
     if isinstance(several, Mapping):
         several = list(several.values())
     if not isinstance(several, list | tuple):

@@ -1,4 +1,4 @@
-"""How much the answer would change if a token were looked at more, layer by layer."""
+"""LeGrad: gradients of the answer with respect to the attention weights of each layer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +20,10 @@ def legrad(question: Question) -> Tensor:
 
         mean over layers, heads and queries of (∂y_l / ∂A_l)⁺
 
-    y_l is the logit that the model's own end (norm, pooling, head) makes of the tokens after block
-    l, as if later blocks were not there. Where only some tokens are read, gradients of the other
-    queries are 0 and count in the mean. The attention itself is not multiplied in. The blocks that
-    hold the layers have to be a sequence; a pooling by attention belongs to the end.
+    y_l is the logit that the model's end (norm, pooling, head) computes from the tokens after block
+    l, without later blocks. If only some tokens are read, the gradients of the other queries are 0
+    and count in the mean. The gradient is not multiplied with the attention. The blocks that hold
+    the layers must be a sequence; attention pooling belongs to the end.
 
     Raises:
         ValueError: the model's blocks are not a sequence of one block for each layer of attention.
@@ -47,7 +47,7 @@ def legrad(question: Question) -> Tensor:
 
 @torch.no_grad()
 def _positive(call: AttentionCall, output_gradient: Tensor) -> Tensor:
-    """The mean over heads, and the sum over queries, of (∂y/∂A)⁺, [batch, keys], in blocks."""
+    """Return the mean over heads and sum over queries of (∂y/∂A)⁺, [batch, keys], in blocks."""
     read = (output_gradient != 0).flatten(0, 1).any(dim=-1).any(dim=0).nonzero()[:, 0]
     batch, num_heads = output_gradient.shape[:2]
     total = torch.zeros(batch, call.num_keys, device=output_gradient.device)
@@ -57,7 +57,7 @@ def _positive(call: AttentionCall, output_gradient: Tensor) -> Tensor:
 
 
 def _blocks(question: Question, layers: Sequence[str]) -> list[nn.Module]:
-    """The modules that follow each other and hold one of the layers each."""
+    """Return the modules of a sequence that each hold one of the layers."""
     paths = [layer.split(".") for layer in layers]
     shared = 0
     while all(path[shared : shared + 1] == paths[0][shared : shared + 1] for path in paths):
@@ -80,7 +80,7 @@ def _blocks(question: Question, layers: Sequence[str]) -> list[nn.Module]:
 
 @contextmanager
 def _replaced(blocks: Sequence[nn.Module], outputs: Sequence[Any]) -> Iterator[None]:
-    """In the block modules return what is given without running."""
+    """Replace the forward of each module by one that returns the given output."""
     before = [block.__dict__.get("forward") for block in blocks]
     try:
         for block, output in zip(blocks, outputs, strict=True):
@@ -98,5 +98,5 @@ def _first(output: Any) -> Tensor:
 
 
 def _as(output: Any, tokens: Tensor) -> Any:
-    """The tokens in the form of another block's output."""
+    """Return the tokens in the form of another block's output."""
     return tokens if isinstance(output, Tensor) else (tokens, *output[1:])

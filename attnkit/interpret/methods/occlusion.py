@@ -1,4 +1,4 @@
-"""What the answer loses when a patch is taken away."""
+"""Occlusion: what the answer loses without each patch."""
 
 from typing import Literal, get_args
 
@@ -28,16 +28,15 @@ def occlusion(
 
         y(x) − y(x without the patch)
 
-    Without a patch no attention looks at its token, where it was tried on the model that nothing
-    of a hidden patch is left, as `attnkit.trust` does; else it has one colour, which is an image
-    that no one ever saw. Notes say which, and why.
+    A patch is removed by hiding its token from all attention, if a test on the model shows that
+    hidden patches have no effect, as in `attnkit.trust`; otherwise by giving it one colour, which
+    makes an image unlike those of the training. Notes report which, and why.
 
     Args:
         removal: "tokens" or "colour"; None: as above.
-        baseline: the colour, a number or [channels]; None: the image's own mean colour.
-        patch: height and width in pixels of what is given one colour; None: those of the model's
-            patches.
-        batch_size: images to a forward. It takes one image for each patch of each image.
+        baseline: the colour, a number or [channels]; None: the image's mean colour.
+        patch: height and width in pixels of the coloured area; None: those of the model's patches.
+        batch_size: images per forward. One image is needed for each patch of each image.
     """
     at_least(1, batch_size=batch_size)
     choice((*get_args(Removal), None), removal=removal)
@@ -72,7 +71,7 @@ def occlusion(
 
 
 def colours_of(images: Tensor, baseline: float | Tensor | None) -> Tensor:
-    """The colour that is put in place of a patch of each image, [batch, channels, 1, 1]."""
+    """Return the colour that replaces a patch of each image, [batch, channels, 1, 1]."""
     if baseline is None:
         return images.mean(dim=(2, 3), keepdim=True)
     given = torch.as_tensor(baseline, dtype=images.dtype, device=images.device).reshape(-1)

@@ -1,4 +1,4 @@
-"""What is asked of a model, and for which class; and how the model is run for an answer."""
+"""The question that an explanation answers: a model, its input and a class; and how it is run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,23 +17,23 @@ from attnkit.interpret.quantity import Of, Quantity, quantity_of
 Classes = int | Sequence[int] | Annotated[Tensor, "batch", int] | None
 Layers = int | str | Sequence[int | str] | None
 MapFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""A map of a model, images and a class for each."""
+"""A function from a model, images and a class for each image to a map."""
 
 
 class Target:
-    """What is asked of a model, of whatever its input is made: y, the logit of a class.
+    """The base class of questions: y, the logit of a class, for any kind of input.
 
     Each unit of explanation has a subclass: `Question` for the patches of images, `Sentences` for
-    the patches of images behind each word, `GraphQuestion` for the edges of a graph.
+    the patches of images for each word, `GraphQuestion` for the edges of a graph.
 
     Attributes:
         unit: "patch", "word" or "edge".
-        model: in evaluation while `looking` is open.
-        target: the classes, int; after the first answer the predicted ones, where none were given.
-        layers: of those methods that choose layers.
+        model: the model, in evaluation mode within `looking`.
+        target: the classes, int; if none were given, the predicted ones after the first answer.
+        layers: the chosen layers, for methods that use layers.
         logits: [batch, *words, classes], of the first answer.
-        quantity: what is reported of a class; found from the first answer.
-        notes: what was assumed on the way, a sentence each.
+        quantity: the quantity that is reported for a class, known after the first answer.
+        notes: what was assumed, in sentences.
     """
 
     unit = ""
@@ -54,14 +54,14 @@ class Target:
         raise NotImplementedError
 
     def ask(self) -> Tensor:
-        """Ask the model, and remember its first answer."""
+        """Run the model, and store its first answer."""
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Ask the model what a method needs to know first; called while `looking` is open."""
+        """Run the model for what a method needs to know first; called within `looking`."""
 
     def see(self, logits: Annotated[Tensor, "batch *words classes"]) -> None:
-        """Remember the first answer, and of it the predicted classes and the quantity.
+        """Store the logits of the first answer, its predicted classes and its quantity.
 
         Raises:
             ValueError: the target is a class that the model does not have.
@@ -81,8 +81,8 @@ class Target:
     def values(
         self, logits: Annotated[Tensor, "_ *words classes"], items: Annotated[Tensor, "_", int]
     ) -> Annotated[Tensor, "3 _ *words"]:
-        """Of logits for some items of the batch: logit and quantity of the target, and 1 where it
-        is the class with the largest logit, else 0."""
+        """Return, for the logits of some items of the batch, the target's logit and quantity, and 1
+        if the target has the largest logit, else 0."""
         assert self.target is not None
         assert self.quantity is not None
         target = self.target[items.to(self.target.device)]
@@ -93,20 +93,20 @@ class Target:
         return torch.stack([logit, value, (logits.argmax(dim=-1) == target).to(logit)])
 
     def module(self, name: str) -> nn.Module:
-        """The module of a name as in `named_modules()`, compiled or not."""
+        """Return the module with a name as in `named_modules()`, also if compiled."""
         return next(m for n, m in self.model.named_modules() if module_name(n) == name)
 
     def gradients(
         self, y: Tensor, of: Sequence[Tensor], *, keep: bool = False, may_miss: bool = False
     ) -> list[Tensor]:
-        """∂ sum(y) / ∂ of each tensor; no `.grad` is written.
+        """Return the gradient of sum(y) at each tensor; no `.grad` is written.
 
         Args:
             keep: whether the graph is needed again.
-            may_miss: whether y may not depend on some of them, whose gradient is then 0.
+            may_miss: whether y may be independent of some tensors, whose gradient is then 0.
 
         Raises:
-            RuntimeError: the model cuts the graph between one of them and y.
+            RuntimeError: the model cuts the graph between a tensor and y.
         """
         if not y.requires_grad or not all(tensor.requires_grad for tensor in of):
             raise RuntimeError(self.why_no_gradient())
@@ -119,7 +119,10 @@ class Target:
         ]
 
     def why_no_gradient(self) -> str:
-        """Which module breaks the graph: it runs others without gradients, or detaches its own."""
+        """Return an error message with the module that stops the gradient.
+
+        It runs its children without gradients, or detaches its output.
+        """
 
         def breaking(run: ModuleRun) -> bool:
             takes = any(tensor.requires_grad for tensor in run.given)
@@ -143,13 +146,13 @@ class Target:
 class Question(Target):
     """Images and a class for each: y is the sum over the batch of the classes' logits.
 
-    Items do not see each other in evaluation, so that the gradient of the sum holds that of each.
+    Items do not see each other in evaluation, so the gradient of the sum holds each item's own.
 
     Attributes:
-        forward: what takes images; the model, if nothing else is told.
-        images: [batch, channels, height, width], a leaf that requires a gradient, so that all that
-            is made of it is in the graph, whether parameters are frozen or not.
-        chain: the attention that ran, where a method watched it.
+        forward: function from images to the model's output; by default the model.
+        images: [batch, channels, height, width], a leaf that requires a gradient, so that all
+            activations are in the graph even if parameters are frozen.
+        chain: the attention that ran, if a method watched it.
     """
 
     unit = "patch"
@@ -166,7 +169,7 @@ class Question(Target):
     ) -> None:
         super().__init__(model, layers, of)
         self.forward: Callable[[Tensor], Any] = model
-        with torch.inference_mode(False):  # what is made there cannot be in a graph
+        with torch.inference_mode(False):  # inference tensors cannot be in a graph
             self.images = _checked(images).detach().clone().requires_grad_()
             self.target = _as_classes(target, self.images)
         self.grid = grid
@@ -178,15 +181,15 @@ class Question(Target):
         return len(self.images)
 
     def run(self) -> object:
-        """The model's output for the images."""
-        # a copy, since a model may begin in place, and a leaf with a gradient may not be written
+        """Return the model's output for the images."""
+        # a copy, since a model may write to its input, which a leaf with a gradient forbids
         return self.forward(self.images.clone())
 
     def ask(self, images: Tensor | None = None) -> Tensor:
-        """The logit of its class for each image, [batch], in the graph.
+        """Return the logit of its class for each image, [batch], in the graph.
 
         Args:
-            images: as many as were asked of; None: those.
+            images: other images, of the same number; None: the question's images.
         """
         images = self.images if images is None else images
         logits = logits_of(self.forward(images.clone()), type(self.model).__name__)
@@ -201,9 +204,9 @@ class Question(Target):
 
 @contextmanager
 def looking(model: nn.Module) -> Iterator[None]:
-    """In the block the model is in evaluation, uncompiled, with gradients, and no record counts.
+    """Run the block with the model in evaluation mode, uncompiled, with gradients, unrecorded.
 
-    After it modes, buffers and torch's random numbers are as before; no `.grad` was written.
+    Afterwards modes, buffers and torch's random state are restored; no `.grad` is written.
 
     Raises:
         RuntimeError: the model was made in inference mode and cannot have gradients.
@@ -223,7 +226,7 @@ def looking(model: nn.Module) -> Iterator[None]:
 
 
 def logits_of(output: Any, name: str = "the model") -> Tensor:
-    """Logits [batch, classes] in what a model returned: a tensor, `.logits` or `["logits"]`."""
+    """Return the logits [batch, classes] of a model's output: itself, `.logits` or `["logits"]`."""
     if isinstance(output, Mapping):
         output = output.get("logits", output)
     else:
@@ -238,7 +241,7 @@ def logits_of(output: Any, name: str = "the model") -> Tensor:
 
 
 def captioner_of(model: nn.Module) -> Any:
-    """The captioner that a model is, or that a module of a task holds; None: neither."""
+    """Return the model if it is a captioner, or the captioner that a task's module holds; None."""
     for found in (model, getattr(model, "model", None)):
         if callable(getattr(getattr(found, "decoder", None), "word_weights", None)):
             return found
@@ -246,7 +249,7 @@ def captioner_of(model: nn.Module) -> Any:
 
 
 def in_float(values: Tensor) -> Tensor:
-    """Values of half precision in float32; others as they are."""
+    """Return half-precision values in float32, and others unchanged."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 

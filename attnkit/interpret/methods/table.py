@@ -1,4 +1,4 @@
-"""Every method by its name."""
+"""The table of all methods by name."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -34,14 +34,14 @@ rolled_out.__doc__, relevant.__doc__ = rollout.__doc__, relevance.__doc__
 
 
 class Method(NamedTuple):
-    """What gives each unit of what is explained a number.
+    """A method that gives each unit of an input a number.
 
-    functions: for each unit that it serves, a function of what is asked (a `Question` of patches,
-        `Sentences` of words, a `GraphQuestion` of edges) to [batch, tokens], prefix included, or
-        [batch, rows, columns]; [batch, words, rows, columns]; or [edges + 1], added loops last.
+    functions: function by unit: from a `Question` (patches) to [batch, tokens], prefix included, or
+        [batch, rows, columns]; from `Sentences` (words) to [batch, words, rows, columns]; from a
+        `GraphQuestion` (edges) to [edges + 1], added self-loops last.
     has_target: whether it depends on the class.
     layers: the units for which layers can be chosen.
-    is_signed: whether a number may be negative, which speaks against the class.
+    is_signed: whether numbers may be negative, which is evidence against the class.
     """
 
     functions: Mapping[str, Callable[..., Tensor]]
@@ -50,7 +50,7 @@ class Method(NamedTuple):
     is_signed: bool = False
 
     def options(self, unit: str = "patch") -> tuple[str, ...]:
-        """The names of its own options for a unit."""
+        """Return the names of the method's own options for a unit."""
         parameters = inspect.signature(self.functions[unit]).parameters.values()
         return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
@@ -90,33 +90,34 @@ USUAL = {
     "word": ("relevance", "attention", "input_gradient", "occlusion"),
     "edge": ("relevance", "occlusion"),
 }
-"""The methods that are tried where none is asked for, each of which asks less of a model."""
+"""The methods to try in order if none is given; each requires less of a model than the one before.
+"""
 _KINDS = {"patch": "images", "word": "a captioner", "edge": "a graph"}
 _OTHERS = {"patch": ", a function or a map", "word": "", "edge": ", or numbers [edges]"}
 
 
 def methods_of(unit: str) -> list[str]:
-    """The names of the methods that serve a unit."""
+    """Return the names of the methods for a unit."""
     return [name for name, method in METHODS.items() if unit in method.functions]
 
 
 def check_method(
     method: str, target: Target, has_target: bool, options: Mapping[str, Any]
 ) -> Callable[..., Tensor]:
-    """The function of a method for what is asked, once it can do all that it is asked.
+    """Check that a method fits the question and options, and return its function.
 
     Args:
-        has_target: whether a class was asked for.
+        has_target: whether the user gave a class.
 
     Raises:
-        ValueError: no method of this unit; a class or layers that it does not use.
-        TypeError: an option that it does not have.
+        ValueError: no method of this unit; a class or layers that the method does not use.
+        TypeError: an option that the method does not have.
     """
     unit, kind = target.unit, _KINDS[target.unit]
     if method not in methods_of(unit):
         raise no_method(unit, repr(method))
     known = METHODS[method]
-    if has_target and not known.has_target and unit != "word":  # whose target is what was said
+    if has_target and not known.has_target and unit != "word":  # a word's target is the sentence
         knowing = ", ".join(name for name in methods_of(unit) if METHODS[name].has_target)
         raise ValueError(
             f"target: {method!r} gives the same map for every class; leave it out, or take one of "
@@ -136,7 +137,7 @@ def check_method(
 
 
 def no_method(unit: str, got: str) -> ValueError:
-    """The error that names the methods of a unit."""
+    """Return the error that names the methods of a unit."""
     names = ", ".join(methods_of(unit))
     return ValueError(
         f"method: expected one of {names}{_OTHERS[unit]} for {_KINDS[unit]}, got {got}"

@@ -1,4 +1,4 @@
-"""The layers of attention as steps between tokens, and which tokens the answer is read from."""
+"""A model's attention layers as steps between tokens, and the tokens that its answer reads."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ OTHERS = "leave method out, which takes one that serves this model"
 
 
 class Chain(NamedTuple):
-    """A model's attention as it ran for a question.
+    """A model's attention layers as they ran for a question.
 
-    steps: of all layers, in the order in which they ran; `is_used` are those that were asked for.
-    start: [batch, queries of the last step], 1 over their number at those that y depends on.
-    grid: of the tokens.
+    steps: all layers, in the order in which they ran; `is_used` marks the chosen ones.
+    start: [batch, queries of the last step], uniform weights over the queries that y depends on.
+    grid: the grid of the tokens.
     y: [batch], in the graph.
     """
 
@@ -43,15 +43,15 @@ class Chain(NamedTuple):
         return [step for step in self.steps if step.is_used]
 
     def output_gradients(self, question: Question) -> list[Tensor]:
-        """∂y/∂O of each step; of those that are not used, an empty tensor."""
+        """Return ∂y/∂O of each step; an empty tensor for steps that are not used."""
         found = iter(question.gradients(self.y, [step.call.output for step in self.used]))
         return [next(found) if step.is_used else torch.empty(0) for step in self.steps]
 
     def rows_read(self) -> list[Tensor]:
-        """For each step the distribution over its queries that is read, [batch, queries].
+        """Return for each step how much each of its queries is read, [batch, queries], sum 1.
 
-        A residual connection keeps a token at its place. Below learned queries it is the mean over
-        all tokens, since they look at all.
+        A residual connection keeps a token at its position. Below learned queries, which look at
+        all tokens, the weights are uniform over all tokens.
         """
         rows: list[Tensor] = []
         r = self.start
@@ -64,15 +64,15 @@ class Chain(NamedTuple):
 
 
 def watch(question: Question, method: str, default: Layers = None) -> Chain:
-    """Run the model once, and read its attention as steps from token to token.
+    """Run the model once, and return its attention as steps from token to token.
 
-    Which rows of the last layer are read is seen from the gradient of y: the class token's alone,
-    or all patches' where they are averaged, whatever the model calls them. Likewise, queries that
-    do not depend on the layer before are learned ones of a pooling.
+    The gradient of y shows which rows of the last layer are read: only the class token's, or all
+    patches' if they are averaged. Likewise, queries without a gradient at the layer before are the
+    learned queries of a pooling.
 
     Raises:
-        ValueError: layers that were not asked for properly, that ran twice, or whose tokens are
-            not the same from layer to layer.
+        ValueError: unknown layers, layers that ran twice, or whose tokens are not the same from
+            layer to layer.
         RuntimeError: the model has no gradient.
     """
     calls: list[Any] = []
@@ -84,10 +84,10 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
             y = question.ask()
     except ValueError as error:
         if not calls:
-            question.ask()  # raises what has nothing to do with attention
-        # without the hint of replace_attention, which may refuse the model, too
-        said = str(error).partition("; ")[0]
-        raise ValueError(f"{said}; {OTHERS}") from None
+            question.ask()  # raises errors that have nothing to do with attention
+        # drop the hint at replace_attention, which may refuse the model, too
+        reason = str(error).partition("; ")[0]
+        raise ValueError(f"{reason}; {OTHERS}") from None
     calls, gradient = _until_read(calls, y, question)
     why = _why_no_chain(calls, question)
     if why is not None:
@@ -128,8 +128,11 @@ def watch(question: Question, method: str, default: Layers = None) -> Chain:
 
 
 def _until_read(calls: list[Any], y: Tensor, question: Question) -> tuple[list[Any], Tensor | None]:
-    """The calls up to the last one that y depends on, since some models have a pooling they don't
-    use; and ∂y/∂O of that one. All calls, and None, where y depends on none."""
+    """Return the calls up to the last one that y depends on, and ∂y/∂O of that one.
+
+    Some models have a pooling that they do not use. If y depends on no call, return all calls and
+    None.
+    """
     for number in reversed(range(len(calls))):
         output = calls[number].output
         if not (output.requires_grad and y.requires_grad):
@@ -143,17 +146,17 @@ def _until_read(calls: list[Any], y: Tensor, question: Question) -> tuple[list[A
 
 
 def token_layers(question: Question) -> list[str]:
-    """The names of the layers of attention, if all of it is between the tokens of a whole image."""
+    """Return the attention layers' names if all attend over a whole image's tokens, else []."""
     try:
         with torch.no_grad(), watch_attention(question.model) as calls:
             question.forward(question.images.clone())
-    except ValueError:  # none is seen; whatever else it was, the next run raises it again
+    except ValueError:  # no visible attention; the next run raises any other error again
         return []
     return [call.layer for call in calls] if calls and not _why_no_chain(calls, question) else []
 
 
 def _why_no_chain(calls: Sequence[Any], question: Question) -> str | None:
-    """Why the calls are not layers over the tokens of a whole image."""
+    """Return why the calls are not layers over the tokens of a whole image; None: they are."""
     batch = question.batch
     num_tokens = getattr(calls[0], "num_keys", 0)
     for number, call in enumerate(calls):
@@ -177,7 +180,10 @@ def _why_no_chain(calls: Sequence[Any], question: Question) -> str | None:
 def _tokens_of_queries(
     question: Question, call: AttentionCall, before: AttentionCall | None, num_tokens: int
 ) -> Tensor | None:
-    """Which token each query is, by the row of the layer before that it depends on; None: none."""
+    """Return the token of each query, by the row of the previous layer that it depends on.
+
+    None if the queries are learned.
+    """
     if call.num_queries < num_tokens and before is not None:
         rows = []
         for number in range(call.num_queries):
@@ -196,7 +202,7 @@ def _tokens_of_queries(
 
 
 def chosen_layers(names: list[str], layers: Layers, default: Layers) -> list[bool]:
-    """Which of the layers are asked for, by position or by name (`*` matches anything)."""
+    """Return for each layer whether it is chosen, by position or by name (`*` matches anything)."""
     choice = LayerChoice(default if layers is None else layers, known=names)
     choice.check()
     chosen = [choice.has(name) for name in names]

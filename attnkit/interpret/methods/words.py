@@ -1,5 +1,4 @@
-"""Maps of a captioner's words: where in the image it looked to say each, [batch, words, rows,
-columns]."""
+"""Methods for captioners: a map of the image for each word, [batch, words, rows, columns]."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def attention(sentences: Sentences) -> Tensor:
-    """Mean over heads of the attention to the memory, of the last layer or the mean of those asked
-    for."""
+    """Return the attention to the memory, the mean over heads, of the last layer or the chosen
+    layers."""
     memory = sentences.captioner.encode(sentences.images)
     weights = sentences.captioner.decoder.word_weights(memory, sentences.before)
     names = [f"layer {number}" for number in range(weights.shape[1])]
@@ -38,10 +37,10 @@ def relevance(sentences: Sentences) -> Tensor:
         m ← m + r Ā_cross,   r ← r + r Ā_self        from the decoder's last layer down
         m ← m + m Ā_l                                from the encoder's, if it attends
 
-    r over words begins as 1 at the place that says the word, m over positions as 0: a row of their
-    (6) and (7) for words and memory as one sequence. Unlike their (10), the words' own relevance is
-    no factor of the cross-attention, and nothing is normalized. Gradients are those of the word's
-    logit, a backward for each word.
+    r, over words, starts as 1 at the position that predicts the word, and m, over positions of the
+    memory, as 0: this is a row of their (6) and (7) for words and memory as one sequence. Unlike in
+    their (10), the words' self-relevance does not multiply the cross-attention, and nothing is
+    normalized. Gradients are those of the word's logit, with one backward for each word.
     """
     said = sentences.said
     with watch_attention(sentences.captioner) as calls:
@@ -75,7 +74,7 @@ def relevance(sentences: Sentences) -> Tensor:
 def _pairs(
     calls: list[Any], num_words: int, grid: tuple[int, int]
 ) -> list[tuple[AttentionCall, AttentionCall]]:
-    """Self-attention over words and attention to the memory, layer by layer."""
+    """Return self-attention over words and attention to the memory as pairs, layer by layer."""
     own, cross = calls[::2], calls[1::2]
     positions = grid[0] * grid[1]
     fits = len(own) == len(cross) > 0 and all(
@@ -91,7 +90,7 @@ def _pairs(
 
 
 def _encoder_steps(calls: list[Any], sentences: Sentences) -> list[Step]:
-    """The encoder's attention, if its tokens are those of the memory behind a prefix."""
+    """Return the encoder's attention if its tokens are the memory after a prefix, else []."""
     positions = sentences.places[0] * sentences.places[1]
     if not calls:
         sentences.notes.append("relevance ends at the encoder's output, which has no attention")
@@ -113,7 +112,7 @@ def _encoder_steps(calls: list[Any], sentences: Sentences) -> list[Step]:
 
 
 def input_gradient(sentences: Sentences) -> Tensor:
-    """Σ |∂y/∂x| over channels and the pixels of a position, a backward for each word."""
+    """Return Σ |∂y/∂x| over channels and the pixels of a position; one backward for each word."""
     images = sentences.images
     y = sentences.ask(images)
     maps = []
@@ -129,7 +128,7 @@ def occlusion(
     baseline: float | Tensor | None = None,
     batch_size: int = 64,
 ) -> Tensor:
-    """What the logit of each word loses when a position of the image has one colour."""
+    """Return what the logit of each word loses when a position of the image has one colour."""
     grid, colour = sentences.places, colours_of(sentences.images.detach(), baseline)
     without = partial(sentences.without, grid=grid, colour=colour)
     y, _, _ = answers_without_each(sentences, without, grid[0] * grid[1], batch_size, "occlusion")

@@ -1,4 +1,4 @@
-"""Explanations as a page, a table and arrays: what `run=explain` leaves, for anyone's models."""
+"""Explanations of any model as a page, a table and arrays, which `run=explain` writes."""
 
 from attnkit.interpret.report.findings import Findings
 from attnkit.interpret.report.report import Report

@@ -1,4 +1,4 @@
-"""What a page shows of patches and heads: what each looks at, and what p is without a patch."""
+"""Data of a page on patches and heads: what each looks at, and p without each patch."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from attnkit.interpret.trust.curves import answers_without_each, of_images
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError, removal, removal_grid
 
 MOST_CELLS = 256
-"""Places of a page's grid: what one looks at is as many numbers for each."""
+"""Maximum number of places of a page's grid, since the page stores places × places numbers."""
 MOST_LAYERS = 3
-"""Of which the page holds what every patch looks at; 196 patches are 40 kB a layer and image."""
+"""Number of layers for which a page shows what every patch looks at; 196 patches need 40 kB for a
+layer and image."""
 MOST_ROWS = 16
-"""Queries of a layer whose attention the table of heads averages, evenly spaced."""
-BLOCK_ELEMENTS = 2**22  # weights held at once
-_SIDE = 44  # pixels of a thumbnail, at least a pixel for each place
+"""Number of evenly spaced queries of a layer whose attention the table of heads averages."""
+BLOCK_ELEMENTS = 2**22  # weights in memory at once
+_SIDE = 44  # pixels of a thumbnail's side; a place has at least one pixel
 _UNIT = "attention / uniform; higher is clipped"
 
 Grid = tuple[int, int]
 
 
 class Looks(NamedTuple):
-    """What each place looks at in a layer, the mean over its heads.
+    """The attention of each place in a layer, the mean over its heads.
 
     weights: [batch, places, places], 1 = uniform attention over all keys.
     prefix: [batch, places], the share of class and register tokens.
@@ -48,11 +49,11 @@ class Looks(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What is looked at by the tokens that the answer is read from, head by head.
+    """The attention of the tokens from which the answer is read, head by head.
 
     weights: [batch, heads, places], 1 = uniform attention over all keys.
     entropy: [batch, heads], −Σ a log a / log(keys).
-    share, receiver: [batch, heads], what the token gets that gets most, and which it is.
+    share, receiver: [batch, heads], the largest share that a token gets, and its number.
     """
 
     layer: str
@@ -63,11 +64,11 @@ class Heads(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Of all images of an explanation, on a grid of at most `MOST_CELLS` places.
+    """The attention on all images of an explanation, on a grid of at most `MOST_CELLS` places.
 
     tokens: the model's own grid, by which its tokens are numbered.
-    reads: who looks where heads are shown.
-    class_token: its number, if the answer is read from it alone.
+    reads: which tokens' attention the heads show, in words.
+    class_token: number of the class token, if the answer is read only from it.
     """
 
     grid: Grid
@@ -79,10 +80,10 @@ class Attention(NamedTuple):
 
 
 class Without(NamedTuple):
-    """The target's probability without each place of the grid alone.
+    """The target's probability without each single place of the grid.
 
-    whole: [batch], with all.
-    kind: how a place is taken away, in words.
+    whole: [batch], the probability with all places.
+    kind: how a place is removed, in words.
     """
 
     grid: Grid
@@ -92,7 +93,7 @@ class Without(NamedTuple):
 
 
 def attention_of(explanation: Explanation) -> Attention:
-    """One pass over the images of an explanation.
+    """Return the attention on the images of an explanation, in one pass.
 
     Raises:
         ValueError: the model has no attention between the tokens of a whole image.
@@ -113,11 +114,12 @@ def attention_of(explanation: Explanation) -> Attention:
 def without_each(
     explanation: Explanation, grid: Grid | None = None, batch_size: int = 64
 ) -> Without:
-    """A forward for each place of each image: tokens masked where the model allows it, else the
-    mean colour.
+    """Return the target's probability without each place, with a forward for each.
+
+    A place is removed by masking its tokens if the model allows it, else by the mean colour.
 
     Args:
-        grid: of the places; None: the model's patches, or coarser, of at most 256 places.
+        grid: grid of the places; None: the model's patches, or coarser, with at most 256 places.
     """
     question = _question(explanation)
     if grid is None:
@@ -129,13 +131,13 @@ def without_each(
         except NotAvailableError:
             kind, answer = "mean", removal("mean", question, grid)
         without, places = of_images(question, answer), grid[0] * grid[1]
-        said = f"leaving one patch out, {REMOVALS[kind]}"
-        _, p, _ = answers_without_each(question, without, places, batch_size, said)
+        doing = f"leaving one patch out, {REMOVALS[kind]}"
+        _, p, _ = answers_without_each(question, without, places, batch_size, doing)
     return Without(grid, p[1:].T, p[0], REMOVALS[kind])
 
 
 def patch_data(without: Without, image: int, target: str) -> dict[str, Any]:
-    """What the page's script says of p without a patch."""
+    """Return the data on p without each patch for the page's script."""
     rows, columns = without.grid
     return {
         "rows": rows,
@@ -148,17 +150,17 @@ def patch_data(without: Without, image: int, target: str) -> dict[str, Any]:
 
 
 def scale_of_weights(weights: Sequence[Tensor]) -> Scale:
-    """From 0 to what 99 of 100 weights are below, and at least to twice uniform attention.
+    """Return a scale from 0 to the 99th percentile, but at least to twice uniform attention.
 
-    A few keys that nearly everything looks at would leave all else dark.
+    The maximum would leave most places dark if nearly all tokens look at a few keys.
     """
     values = torch.cat([one.flatten() for one in weights]).sort().values
     return Scale(0.0, max(2.0, float(values[int(0.99 * (len(values) - 1))])))
 
 
 def looks_data(attention: Attention, image: int) -> dict[str, Any]:
-    """What each patch looks at: the scale, and for each layer a sheet of tiles, one at the place of
-    each patch, with the numbers that are said."""
+    """Return the data on what each patch looks at: the scale, and for each layer an image with a
+    tile for each patch, and the numbers in its texts."""
     scale = scale_of_weights([one.weights[image] for one in attention.looks])
     layers = []
     for one in attention.looks:
@@ -180,8 +182,8 @@ def looks_data(attention: Attention, image: int) -> dict[str, Any]:
 
 
 def heads_data(attention: Attention, image: int) -> dict[str, Any]:
-    """A row of thumbnails for each layer: of each head what it looks at, as tiles of one sheet, its
-    entropy, and whether one token gets half of it or more."""
+    """Return the data of a row of thumbnails for each layer: the attention of each head as a tile
+    of one image, its entropy, and whether one token gets at least half of it."""
     rows, columns = attention.grid
     layers = attention.heads
     most = max(one.weights.shape[1] for one in layers)
@@ -229,12 +231,12 @@ def _token(attention: Attention, number: int) -> str:
 
 
 def _sheet(tiles: Tensor) -> Tensor:
-    """[down, across, rows, columns] as one map, tile beside tile."""
+    """Return tiles [down, across, rows, columns] as one map."""
     return tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _question(explanation: Explanation) -> Question:
-    """What was asked, on the grid of the tokens where the explanation is of these."""
+    """Return the explanation's question, on the grid of its tokens if it has some."""
     grid: dict[str, Any] = {}
     if explanation.tokens is not None:
         rows, columns = explanation.map.shape[1:]
@@ -243,7 +245,7 @@ def _question(explanation: Explanation) -> Question:
 
 
 def cell_grid(rows: int, columns: int) -> Grid:
-    """The grid itself, or one so much coarser that it has at most `MOST_CELLS` places."""
+    """Return the grid, or a coarser one with at most `MOST_CELLS` places."""
     for side in range(1, max(rows, columns) + 1):
         coarse = -(-rows // side), -(-columns // side)
         if coarse[0] * coarse[1] <= MOST_CELLS:
@@ -252,7 +254,7 @@ def cell_grid(rows: int, columns: int) -> Grid:
 
 
 def _some(steps: list[Step]) -> list[Step]:
-    """The last, the first and one between: what a page has room for."""
+    """Return the first, the middle and the last step, as many as a page shows."""
     if len(steps) <= MOST_LAYERS:
         return steps
     return [steps[0], steps[len(steps) // 2], steps[-1]]
@@ -271,13 +273,13 @@ def _looks(step: Step, chain: Chain, grid: Grid) -> Looks:
 
 
 def _heads(step: Step, read: Tensor, chain: Chain, grid: Grid) -> Heads:
-    """The mean over at most `MOST_ROWS` of the queries that are read, evenly spaced."""
+    """Return each head's mean attention over at most `MOST_ROWS` of the queries that are read."""
     call = step.call
     queries = read.any(dim=0).nonzero()[:, 0]
     chosen = torch.linspace(0, len(queries) - 1, min(MOST_ROWS, len(queries))).round().long()
     weights = call.weights(rows=queries[chosen.to(queries.device)]).double()
     entropy = torch.special.entr(weights).sum(dim=-1).mean(dim=2) / log(max(2, call.num_keys))
-    # keys are the last of the tokens, where there are fewer
+    # if there are fewer keys than tokens, they are the last ones
     received = F.pad(weights.mean(dim=2), (step.num_tokens - call.num_keys, 0)).float()
     patches = _pooled(chain.grid.patches(received, dim=2), chain.grid[:2], grid)
     share, receiver = received.max(dim=-1)
@@ -285,8 +287,8 @@ def _heads(step: Step, read: Tensor, chain: Chain, grid: Grid) -> Heads:
 
 
 def _reader(chain: Chain) -> tuple[str, int | None]:
-    """Whose attention heads are shown with, and the number of the class token, if the answer is
-    read from it alone."""
+    """Return which tokens' attention the heads show, in words, and the number of the class token if
+    the answer is read only from it."""
     last, grid = chain.steps[-1], chain.grid
     if last.rows is None:
         return "the learned queries look at, and in layers below all tokens, on average", None
@@ -301,7 +303,7 @@ def _reader(chain: Chain) -> tuple[str, int | None]:
 
 
 def _pooled(values: Tensor, fine: Grid, grid: Grid) -> Tensor:
-    """The mean of what falls into each place, over the last dimension."""
+    """Average values on a fine grid, the last dimension, within the places of a coarser grid."""
     if fine == grid:
         return values
     return F.adaptive_avg_pool2d(values.unflatten(-1, fine), grid).flatten(-2)

@@ -1,4 +1,4 @@
-"""The curves of a page: what is left of p while patches are taken away."""
+"""The curves of a page: p while patches are removed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from attnkit.interpret.trust.curves import gaps_of
 from attnkit.interpret.trust.removal import REMOVALS
 from attnkit.interpret.trust.result import Fall, Trust, verdict
 
-_COLOURS = 6  # of lines, in the style sheet
+_COLOURS = 6  # number of line colours in the style sheet
 
 
 def patch_curves(trusts: Mapping[str, Trust], image: int, target: str) -> list[dict[str, Any]]:
-    """A figure for each kind of removal: p against the share of patches removed.
+    """Return the data of a figure for each kind of removal: p against the removed share.
 
     Args:
-        trusts: by the names of the maps.
-        image: which of the batch.
-        target: the name of the class.
+        trusts: trust by the name of the map.
+        image: index of the image in the batch.
+        target: name of the class.
     """
     figures = []
     for kind in dict.fromkeys(kind for trust in trusts.values() for kind in trust.curves):
@@ -51,20 +51,20 @@ def patch_curves(trusts: Mapping[str, Trust], image: int, target: str) -> list[d
 
 
 def patch_sentences(trust: Trust, image: int) -> list[tuple[str, str]]:
-    """What one image loses where the map points, and whether that is more than a random map loses,
-    for each kind of removal."""
-    said = []
+    """Return two sentences for each kind of removal: what the image loses where the map points, and
+    whether that is more than for a random map."""
+    sentences = []
     for kind, curves in trust.curves.items():
         one = {name: values[:, image : image + 1] for name, values in curves.items()}
         gaps, within = gaps_of(one, trust.removed)
         gap = float(gaps["map"])
         lost = Fall.at(trust.falls[kind].share, trust.removed, one)
-        # two standard errors of a mean reach beyond what a probability can be
+        # mean ± two standard errors may leave the range of a probability
         lost = lost._replace(low=max(0.0, lost.low), high=min(1.0, lost.high))
         better = verdict("random", gap > within)
         judged = f"Gap {gap:.2f}, random maps 0 ± {within:.2f}: {better}.".replace("-", "−")
-        said.append((lost.sentence(kind, 1), judged))
-    return said
+        sentences.append((lost.sentence(kind, 1), judged))
+    return sentences
 
 
 def _line(style: str, xs: Sequence[float], ys: Tensor) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _band(xs: Sequence[float], low: Tensor, high: Tensor) -> list[tuple[float, f
 
 
 def _points(xs: Sequence[float], ys: Tensor) -> list[tuple[float, float]]:
-    """Places from 0 to 1 in both directions."""
+    """Return the points of a curve, from 0 to 1 in both directions."""
     return [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
 
 

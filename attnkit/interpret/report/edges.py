@@ -1,4 +1,4 @@
-"""The section of a node, pair or graph: its edges drawn, fidelity, and the first ones as rows."""
+"""Page sections of nodes, pairs or graphs: a drawing of edges, fidelity, and a table of edges."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from attnkit.lightning.protocols import Explained
 
 _ROWS = 10
 _COLOURS = {FOR: "mark", AGAINST: "accent", OTHER: "other", SOFT: "soft", INK: "ink"}
-"""The variables of the style sheet for the colours of a drawing."""
+"""The style sheet's variables that replace the colours of a drawing."""
 
 
 def edge_sections(explained: Explained, found: Sequence[Judged]) -> list[Section]:
-    """A section for each node, pair or graph, by the first method."""
+    """Return a section for each node, pair or graph, with the first method's explanation."""
     sections = []
     for one in found:
         if one.method != found[0].method:
@@ -56,22 +56,21 @@ def edge_sections(explained: Explained, found: Sequence[Judged]) -> list[Section
 def edge_section(
     title: str, seen: Any, fidelity: EdgeFidelity | None, explained: Explained
 ) -> Section:
-    """A node, or a graph: the drawing that `save` of its explanation makes.
+    """Return the section of a node, pair or graph, with the drawing that its explanation saves.
 
-    Its edges and nodes say what they are where one points at them or goes through them by the
-    arrow keys.
+    The page describes an edge or node when the user points at it or selects it by arrow keys.
 
     Args:
-        title: of the section.
-        fidelity: None: no curves.
-        explained: `truth` colours the nodes where it is known, what the model predicts elsewhere.
+        title: title of the section.
+        fidelity: fidelity whose curves are drawn; None: no curves.
+        explained: `truth` colours the nodes if it is known, otherwise the model's predictions do.
 
     Raises:
-        ValueError: classes not one a node.
+        ValueError: classes that are not one for each node.
     """
 
     def class_of(node: int) -> list[str]:
-        """The name of a node's class, in a list that is empty where classes are not known."""
+        """Return the name of a node's class as a list, which is empty if classes are not known."""
         if not classes:
             return []
         return [explained.class_name(classes[node])]
@@ -86,7 +85,7 @@ def edge_section(
         edge, share = f"{row.source} → {row.target}", f"{100 * row.share:.0f} %"
         table.append([edge, *class_of(row.source), short(row.score), share, row.steps])
     if seen.index is None:
-        table = [row[:-1] for row in table]  # steps are counted to a node
+        table = [row[:-1] for row in table]  # without a node there are no steps to it
     says = []
     for one in ego.edges:
         part = f", {100 * seen.unit.part(one.score):.0f} % of all"
@@ -124,7 +123,7 @@ def edge_section(
 
 
 def _curves(fidelity: EdgeFidelity, target: str) -> dict[str, Any]:
-    """The curves of fidelity, and their numbers in words."""
+    """Return the drawing of the fidelity curves, and their numbers in words."""
     figure = empty_figure(3.3, 5.2)
     draw_fidelity(figure.subplots(2), fidelity, target)
     symbol = fidelity.quantity.symbol
@@ -138,7 +137,7 @@ def _curves(fidelity: EdgeFidelity, target: str) -> dict[str, Any]:
 
 
 def _inline(figure: Figure) -> str:
-    """A drawing as SVG, its texts as escaped text, in the colours of the page, light or dark."""
+    """Return a drawing as SVG with escaped texts, in the colours of the light or dark page."""
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "page"}):
@@ -147,5 +146,5 @@ def _inline(figure: Figure) -> str:
     svg = svg[svg.index("<svg") :]
     for colour, name in _COLOURS.items():
         svg = svg.replace(colour, f"var(--{name})")
-    # the names that matplotlib gives to parts are those of every drawing of the page
+    # matplotlib's ids are the same in every drawing of the page
     return re.sub(r' id="[\w.]*_\d+"', "", svg).replace(' id="rank', ' data-rank="')

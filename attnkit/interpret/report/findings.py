@@ -1,4 +1,4 @@
-"""What was found, in the forms that are kept: rows, arrays, sentences, parts of a page."""
+"""The results of a report: rows, arrays, sentences and page sections."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +16,15 @@ SCORES, MAPS, PAGE = "scores.csv", "maps.npz", "explain.html"
 MOST_SAID = 5
 
 Row = dict[str, Any]
-"""By column; what is not known is None or left out."""
+"""A row by column; unknown values are None or left out."""
 
 
 class Judged(NamedTuple):
-    """One method's explanation, how far to trust it, and the same of another model; each None where
-    it was not asked for. `place` is the number of the node, or the place among the graphs."""
+    """A method's explanation, its trust, and the explanation of another model.
+
+    trust, other: None if they were not requested.
+    place: number of the node, or index of the pair, graph or image.
+    """
 
     method: str
     seen: Any
@@ -32,13 +35,13 @@ class Judged(NamedTuple):
 
 @dataclass(eq=False)
 class Findings:
-    """What `Report` found.
+    """The results of a `Report`.
 
-    rows: of `scores.csv`, which has the columns of the first row that are filled anywhere.
-    arrays: of `maps.npz`, by name.
-    sections: of the page, one a thing explained.
+    rows: rows of `scores.csv`, which has the columns that are filled in some row.
+    arrays: arrays of `maps.npz`, by name.
+    sections: sections of the page, one for each explained input.
     shown: the table on the screen: headings, which may have several lines, then rows of texts.
-    caption: below it.
+    caption: text below the table.
     said: at most five sentences, the most important first.
     """
 
@@ -51,12 +54,12 @@ class Findings:
 
     @property
     def header(self) -> list[str]:
-        """The columns that are filled in some row, in the order of the first that has them."""
+        """The columns that are filled in some row, in the order in which they first appear."""
         names = dict.fromkeys(name for row in self.rows for name in row)
         return [name for name in names if any(row.get(name) is not None for row in self.rows)]
 
     def cells(self) -> list[list[str]]:
-        """The rows as `scores.csv` has them: numbers of six digits, nothing where unknown."""
+        """Return the rows as texts for `scores.csv`: numbers with six digits, "" if unknown."""
         return [[_cell(row.get(name)) for name in self.header] for row in self.rows]
 
     def write(self, folder: Path) -> None:
@@ -66,7 +69,7 @@ class Findings:
             np.savez_compressed(file, **self.arrays)  # type: ignore[arg-type]
 
     def table(self, title: str) -> Table:
-        """The table on the screen, of 80 columns."""
+        """Return the table for the screen, 80 characters wide."""
         table = Table(title=title, title_justify="left", caption=self.caption or None, width=80)
         table.caption_justify = "left"
         headings, *rows = self.shown
@@ -81,28 +84,28 @@ class Findings:
 def findings_of(
     rows: Sequence[Row], worth: Callable[[Row], Mapping[str, str]], called: str
 ) -> list[str]:
-    """At most five sentences, each with the rows it holds of and their numbers.
+    """Return at most five findings as sentences, each with its rows and their numbers.
 
     Args:
-        worth: what is worth saying of a row, and its number.
-        called: what a row is called, such as "node {node}, {map}".
+        worth: function from a row to its findings, each with a number.
+        called: format of a row's name, such as "node {node}, {map}".
     """
-    said: dict[str, list[str]] = {}
+    findings: dict[str, list[str]] = {}
     for row in rows:
         for words, value in worth(row).items():
-            said.setdefault(words, []).append(f"{called.format(**row)} ({value})")
+            findings.setdefault(words, []).append(f"{called.format(**row)} ({value})")
     return [
         f"{words}: {', '.join(named[:4])}" + (f" and {len(named) - 4} more." if named[4:] else ".")
-        for words, named in list(said.items())[:MOST_SAID]
+        for words, named in list(findings.items())[:MOST_SAID]
     ]
 
 
 def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> list[list[str]]:
-    """Headings, and rows of texts, of the columns that are filled in some row.
+    """Return headings and rows of texts, with the columns that are filled in some row.
 
     Args:
-        columns: by heading, which may have several lines, the name of a number or a text, or
-            several with words between them, such as "gap ± gap_random".
+        columns: the content of a column by its heading, which may have several lines: the key of a
+            row, or several with words between them, such as "gap ± gap_random".
     """
     cells = [[_shown(row, names.split()) for names in columns.values()] for row in rows]
     filled = [place for place in range(len(columns)) if any(line[place] for line in cells)]
@@ -111,7 +114,7 @@ def table_of(rows: Sequence[Row], columns: Mapping[str, str]) -> list[list[str]]
 
 
 def number(value: float | None, within: float | None = None) -> str:
-    """Two digits of a number, with ± a range; nothing of None."""
+    """Return a number with two decimals, and ± a range if given; "" for None."""
     if value is None:
         return ""
     text = f"{round(value, 2) + 0.0:.2f}".replace("-", "−")

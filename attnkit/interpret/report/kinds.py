@@ -1,4 +1,4 @@
-"""What a report says of images, sentences, nodes, pairs and graphs: rows, a table and sentences."""
+"""The rows, table and findings of a report on images, sentences, nodes, pairs or graphs."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ _SCORES = {
     "pointing": "pointing",
     "mass_over_chance": "mass over chance",
 }
-"""Columns of `scores.csv`, and what `Trust` calls them; of two random maps the first three say
-nothing."""
+"""Columns of `scores.csv` and their names in `Trust`; the first three mean nothing for random maps.
+"""
 
 
 class Kind(NamedTuple):
-    """What is explained, as a report shows it.
+    """How a report shows a kind of input.
 
-    unit: of `attnkit.explain`, whose methods serve.
-    asks: what goes through the model in a forward.
+    unit: unit of `attnkit.explain`, which determines the methods.
+    asks: what goes through the model in a forward, in words.
     refused: arguments of `Report` that do not apply, and why.
     reading: what a reader may and may not conclude, in one sentence.
-    rows: of `scores.csv`.
-    columns, caption: of the table, as of `table_of`, and what its numbers are.
-    worth, called: what is worth saying of a row, and how sentences call it, as of `findings_of`.
-    sections: of the page, with images in a forward.
-    summary: from the rows of `scores.csv` to those of the table.
+    rows: function to the rows of `scores.csv`.
+    columns, caption: the columns of the table, as in `table_of`, and the meaning of its numbers.
+    worth, called: the findings about a row and the format of its name, as in `findings_of`.
+    sections: function to the sections of the page; its last argument is the batch size.
+    summary: function from the rows of `scores.csv` to those of the table.
     """
 
     unit: str
@@ -73,13 +73,13 @@ class Kind(NamedTuple):
 
 
 def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
-    """What `maps.npz` holds, by name.
+    """Return the arrays of `maps.npz` by name.
 
-    - images: by method maps [images, rows, columns], tokens, gaps [images]; what the model says;
-      of images of several sizes the maps and tokens of each, by its place
-    - sentences: by method maps [images, words, rows, columns]; the words
-    - nodes, pairs: by node or pair and method numbers of the edges [edges]; the edges
-    - graphs: by graph and method numbers of the edges [edges]; by graph the edges
+    - images: for each method, maps [images, rows, columns], tokens, gaps [images]; the model's
+      answers; if images have several sizes, the maps and tokens of each image, by its index
+    - sentences: for each method, maps [images, words, rows, columns]; the words
+    - nodes, pairs: for each node or pair and method, numbers of the edges [edges]; the edges
+    - graphs: for each graph and method, numbers of the edges [edges]; the edges of each graph
     """
     if explained.has_sizes:
         return _of_sizes([arrays_of(one, part) for one, part in _apart(explained, found)])
@@ -115,7 +115,7 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
 
 
 def _of_sizes(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The arrays of images one by one: what is a number of each together, maps by their place."""
+    """Merge the arrays of single images: concatenate 1-D arrays, and name maps by their index."""
     arrays: dict[str, Any] = {}
     for name in each[0]:
         if each[0][name].ndim == 1:
@@ -128,7 +128,7 @@ def _of_sizes(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _apart(
     explained: Explained, found: Sequence[Judged]
 ) -> Iterator[tuple[Explained, list[Judged]]]:
-    """Images of several sizes, each alone with what was found of it; others together."""
+    """Yield images of several sizes one by one with their results; others all together."""
     for place in range(len(explained.inputs)) if explained.has_sizes else ():
         yield explained.alone(place), [one for one in found if one.place == place]
     if not explained.has_sizes:
@@ -154,10 +154,10 @@ def _gaps(trust: Any) -> dict[str, Tensor]:
 
 
 def _image_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
-    """A row for each method, over all images, then what each map is held against."""
+    """Return a row for each method, over all images, then a row for each baseline."""
     rows: list[Row] = []
     of_methods: dict[str, list[Judged]] = {}
-    for one in found:  # of images of several sizes one each
+    for one in found:  # images of several sizes have one entry each
         of_methods.setdefault(one.method, []).append(one)
     trusts = {
         name: pooled([one.trust for one in judged]) if judged[0].trust else None
@@ -178,7 +178,7 @@ def _image_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
     for name in ("random", "centre", "input_gradient", "oracle"):
         first: Any = trusts[found[0].method]
         scores = _scores(first, name)
-        if name == "random":  # two random maps differ, but the one shown depends on nothing
+        if name == "random":  # these scores mean nothing for random maps
             scores |= dict.fromkeys([*_SCORES][:3])
         is_known = any(scores.get(f"gap_{kind}") is not None for kind in _KINDS_OF_GAP)
         if is_known and all(name != one.method for one in found):
@@ -187,7 +187,7 @@ def _image_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
 
 
 def _scores(trust: Any, whose: str) -> Row:
-    """The scores of the map, or of what it is held against."""
+    """Return the scores of the map, or of a baseline."""
     known = {score.name: score for score in trust.scores} if trust else {}
     row: Row = {}
     for kind, name in _KINDS_OF_GAP.items():
@@ -226,7 +226,7 @@ def _worth_of_image_row(row: Row) -> dict[str, str]:
 
 
 def _word_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
-    """A row for each method and word."""
+    """Return a row for each method and word."""
     if explained.has_sizes:
         return [row for part in _apart(explained, found) for row in _word_rows(*part)]
     rows = []
@@ -252,7 +252,7 @@ def _word_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
 
 
 def _means_over_words(rows: list[Row]) -> list[Row]:
-    """A row for each method."""
+    """Return the means over words, a row for each method."""
     means = []
     for method in dict.fromkeys(row["map"] for row in rows):
         own = [row for row in rows if row["map"] == method]
@@ -281,7 +281,7 @@ def _worth_of_word_row(row: Row) -> dict[str, str]:
 
 
 def _edge_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
-    """A row for each node, pair or graph and method; of fidelity the means over k."""
+    """Return a row for each node, pair or graph and method; fidelity is the mean over k."""
     rows = []
     for method, seen, trust, _, place in found:
         row: Row = {"node": seen.index, "map": method}
@@ -312,7 +312,7 @@ def _edge_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
 
 
 def _auroc(seen: Any, right: Tensor) -> float | None:
-    """How well the numbers part the right edges from the others; ties count half."""
+    """Return the AUROC by which the numbers separate right edges from others; ties count half."""
     scores, among = seen.edges[seen.candidates], right[seen.candidates]
     if not among.any() or among.all():
         return None
@@ -408,7 +408,7 @@ KINDS = {
         sections=lambda explained, found, _: edge_sections(explained, found),
     ),
 }
-"""By `Explained.kind`."""
+"""The kinds by `Explained.kind`."""
 KINDS["pairs"] = KINDS["nodes"]._replace(
     asks="of what reaches a pair",
     refused={

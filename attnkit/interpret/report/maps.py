@@ -1,4 +1,4 @@
-"""Sections of a page that show maps: of images by several methods, or of a caption's words."""
+"""Page sections with maps: of images by several methods, or of a caption's words."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from attnkit.metrics.localisation import area, mass
 
 
 class _Maps(NamedTuple):
-    """What one figure shows of each image: maps [batch, rows, columns] that share a scale.
+    """Maps [batch, rows, columns] that share a scale, for a figure of each image.
 
-    unit: what the numbers of the scale are.
-    says: what stands below the map of each image.
+    unit: meaning of the scale's numbers.
+    says: text below the map of each image.
     """
 
     title: str
@@ -41,7 +41,7 @@ class _Maps(NamedTuple):
     says: Sequence[str]
 
     def figure(self, image: int) -> dict[str, Any]:
-        """The figure of one image, for the template."""
+        """Return the data of one image's figure, for the template."""
         count = len(self.values)
         unit = self.unit if count == 1 else f"{self.unit}; one scale for {count} images"
         bar = colour_bar(self.scale, unit)
@@ -51,11 +51,11 @@ class _Maps(NamedTuple):
 def image_sections(
     explained: Explained, found: Sequence[Judged], batch_size: int = 64
 ) -> list[Section]:
-    """A section for each image of a batch: its maps, curves, patches and heads.
+    """Return a section for each image of a batch: its maps, curves, patches and heads.
 
-    Each method's maps have one scale for all images, so that they can be compared by eye. What is
-    said of patches and heads is of the class that the first method explains: a forward for each
-    patch, of `batch_size` images.
+    Each method's maps have one scale for all images, so that they can be compared by eye. Patches
+    and heads are shown for the class that the first method explains. This takes a forward for each
+    patch, in batches of `batch_size` images.
     """
     first = found[0].seen
     names = [explained.class_name(int(target)) for target in first.target]
@@ -95,11 +95,11 @@ def image_sections(
 
 
 def word_sections(explained: Explained, found: Sequence[Judged]) -> list[Section]:
-    """A section for each sentence: its words, each with its map over the image in light tones.
+    """Return a section for each sentence: its words, each with its map on the light image.
 
-    All maps of a sentence have one scale, whose numbers are beside it. A judged word has its gap,
-    its probability and what is left of it without the region that its map ranks first; a map no
-    better than random is faded and says so.
+    All maps of a sentence have one scale. A judged word shows its gap, its probability, and its
+    probability without the region that its map ranks first. A map that is no better than random is
+    faded and labelled so.
     """
     seen, trust = found[0].seen, found[0].trust
     assert explained.pictures is not None
@@ -108,7 +108,7 @@ def word_sections(explained: Explained, found: Sequence[Judged]) -> list[Section
         scores = trust.scores[image] if trust else [None] * len(words)
         maps = as_numbers(seen.words[image, : len(words)])
         scale = overlay_scale(maps, is_signed=seen.is_signed)
-        figures, told = [], []
+        figures, data_of_words = [], []
         over = over_chance(explained, seen, image)
         for word, values, score, times in zip(words, maps, scores, over, strict=True):
             lines = _word_lines(score) if score else [_largest(values)]
@@ -119,7 +119,7 @@ def word_sections(explained: Explained, found: Sequence[Judged]) -> list[Section
             data = {"word": word, "values": _rounded(values)}
             if score:
                 data |= {"p": score.probability, "without": _rounded(score.without_each)}
-            told.append(data)
+            data_of_words.append(data)
         section = _section(f"{explained.name(image)}: {' '.join(words)}", explained.pictures[image])
         section |= {
             "overlay": True,
@@ -127,14 +127,17 @@ def word_sections(explained: Explained, found: Sequence[Judged]) -> list[Section
             "caption": _sentence(words, trust and scores),
             "figures": figures,
             "hint": "Point at a region, or press Tab and arrow keys: which words looked at it.",
-            "data": {"rows": maps.shape[1], "columns": maps.shape[2], "words": told},
+            "data": {"rows": maps.shape[1], "columns": maps.shape[2], "words": data_of_words},
         }
         sections.append(section)
     return sections
 
 
 def over_chance(explained: Explained, seen: Any, image: int) -> list[float | None]:
-    """For each word whose object is known, the share of its map there over the object's area."""
+    """Return for each word the share of its map on its object over the object's area.
+
+    It is None for a word whose object is not known.
+    """
     known = explained.named[image] if explained.named else {}
     found: list[float | None] = []
     for values, place in zip(seen.words[image], range(len(explained.words[image])), strict=False):
@@ -147,7 +150,7 @@ def over_chance(explained: Explained, seen: Any, image: int) -> list[float | Non
 
 
 def _section(title: str, picture: Tensor) -> dict[str, Any]:
-    """What every section of maps has, and what only some have, left out."""
+    """Return the data of every section of maps, with empty values for optional parts."""
     left_out = {"overlay": False, "bar": None, "looks": None, "heads": None}
     return left_out | {
         "kind": "maps",
@@ -163,13 +166,14 @@ def _section(title: str, picture: Tensor) -> dict[str, Any]:
 def _figure(
     title: str, values: Any, scale: Scale, says: str, lines: Sequence[str] = (), **given: Any
 ) -> dict[str, Any]:
-    """A map with its title, the text that stands for it, and the lines below it, else that text."""
+    """Return the data of a map's figure; without `lines`, its description is the text below it."""
     figure = {"title": title, "uri": map_uri(values, scale), "alt": f"Map: {title}. {says}"}
     return {**figure, "bar": None, "faded": False, "lines": list(lines) or [says], **given}
 
 
 def _shown(explained: Explained, found: Sequence[Judged]) -> list[_Maps]:
-    """The maps of each method, then those that the first is compared with, and the differences."""
+    """Return the maps of each method, then the maps that the first is compared with, and the
+    differences."""
     first = found[0].seen
     beside: dict[str, Explanation] = {}
     if found[0].other is not None:
@@ -198,7 +202,7 @@ def _shown(explained: Explained, found: Sequence[Judged]) -> list[_Maps]:
 
 
 def _of_another_class(explained: Explained, seen: Explanation) -> Explanation:
-    """The same method for the likeliest of the other classes."""
+    """Explain the likeliest other class by the same method."""
     with looking(explained.model), torch.no_grad():
         logits = logits_of(explained.model(explained.inputs)).clone()
     logits.scatter_(1, seen.target[:, None], -torch.inf)
@@ -241,7 +245,7 @@ def _prediction(explained: Explained, first: Explanation, image: int) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """An error's message, without what an argument could do about it."""
+    """Return an error's message as a sentence, without its advice."""
     text = str(error).partition("; ")[0].partition(", or take another method")[0]
     text = text.removeprefix("model: ")
     return f"{text[:1].upper()}{text[1:]}."

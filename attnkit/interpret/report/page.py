@@ -1,6 +1,6 @@
-"""`write_page`: one HTML file that needs nothing but a browser, and the pictures inside it.
+"""`write_page` writes one self-contained HTML file with embedded pictures.
 
-Python prepares plain data, `templates/` lays it out: `page.html`, `page.css` and `page.js`.
+Python prepares plain data, and `page.html`, `page.css` and `page.js` in `templates/` lay it out.
 """
 
 import base64
@@ -19,14 +19,13 @@ from torch import Tensor
 from attnkit.interpret.picture import Scale, as_picture
 from attnkit.lightning.files import write_text
 
-_LOSSLESS = 64 * 64  # pixels of an image up to which it is stored without loss
+_LOSSLESS = 64 * 64  # images up to this number of pixels are stored without loss
 
 Section = dict[str, Any]
-"""One thing that a page shows, as the template reads it: `title`, `kind` ("maps", "graph" or
-"picture"), what that kind shows, and `data` for the script. Texts are plain; the template escapes
-them."""
+"""A section of a page, as the template reads it: `title`, `kind` ("maps", "graph" or "picture"),
+the fields of that kind, and `data` for the script. Texts are plain; the template escapes them."""
 Table = Sequence[Sequence[Any]]
-"""The headings, then the rows. None is an empty cell."""
+"""A row of headings, then the other rows; None is an empty cell."""
 
 
 def write_page(
@@ -40,16 +39,16 @@ def write_page(
     table: Table = (),
     caption: str = "",
 ) -> Path:
-    """Write a page; the file is there whole or not at all. Returns the path.
+    """Write a page atomically and return its path.
 
     Args:
-        sections: of `image_sections`, `word_section` or `edge_section`, in this order.
-        title: of the page.
-        facts: what was shown and how it was made, `name: what`.
-        found: what the numbers say, a sentence each.
+        sections: results of `image_sections`, `word_sections` or `edge_sections`.
+        title: title of the page.
+        facts: facts on what is shown and how it was made, as `name: value`.
+        found: findings, in sentences.
         reading: what a reader may and may not conclude, in one sentence.
-        table: of the scores.
-        caption: of the table, what its numbers are.
+        table: the table of scores.
+        caption: the meaning of the table's numbers.
     """
     page = _environment().get_template("page.html")
     text = page.render(
@@ -68,7 +67,7 @@ def write_page(
 
 @cache
 def _environment() -> Environment:
-    """Jinja2 with every text escaped, and an error for data that a template expects in vain."""
+    """Return the Jinja2 environment, which escapes all texts and raises for missing data."""
     environment = Environment(
         loader=PackageLoader("attnkit.interpret.report"),
         autoescape=True,
@@ -98,7 +97,7 @@ def image_uri(image: Tensor) -> str:
 
 
 def picture_section(path: Path, caption: str) -> Section:
-    """A picture of what layers do, of any size; a small screen scrolls a wide one."""
+    """Return the section with the picture of layers, which may be of any size."""
     with Image.open(path) as picture:
         uri, width = _uri(picture, "png", optimize=True), picture.width
     return {
@@ -112,14 +111,14 @@ def picture_section(path: Path, caption: str) -> Section:
 
 
 def colour_bar(scale: Scale, label: str) -> dict[str, Any]:
-    """Return a scale's colours with the numbers of its ends, and of 0 where that is its middle."""
+    """Return a scale's colours with the numbers at its ends, and 0 if that is the middle."""
     ends = [scale.low, scale.high] if scale.low == 0 else [scale.low, 0.0, scale.high]
     colours = np.linspace(scale.low, scale.high, 256)[None]
     return {"uri": map_uri(colours, scale), "ticks": [short(end) for end in ends], "label": label}
 
 
 def short(value: float) -> str:
-    """Return a number in three digits, with a true minus sign."""
+    """Return a number with three digits and a typographic minus sign."""
     return f"{value + 0.0:.3g}".replace("-", "−")
 
 

@@ -1,4 +1,4 @@
-"""`Report`: what is explained, by which methods, and how far it is judged."""
+"""`Report` explains inputs by chosen methods, judges the maps and writes the results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LAYERS = "layers.png"
 MOST_IMAGES = 64
 _JUDGING = {"none": 0, "fast": 70, "full": 200}
 _OF_EDGES = {"none": 0, "fast": 210, "full": 2010}
-_EXPLAINING = 3  # forwards and a backward
-_PATCHES = (8, 8)  # of a model that does not say
+_EXPLAINING = 3  # cost of an explanation in forwards: a forward and a backward
+_PATCHES = (8, 8)  # assumed for a model whose patches are not known
 
 
 class Report:
@@ -43,29 +43,29 @@ class Report:
         found = report(Explained(vit, images, pictures=images), "seen")
         print(found.rows[0]["gap_mean"])
 
-    Leaves `explain.html`, `scores.csv` and `maps.npz` in the folder.
+    The report writes `explain.html`, `scores.csv` and `maps.npz` to the folder.
 
     Args:
-        method: of `attnkit.explain`; what the page shows first. None: the first of `methods`, or
-            relevance where the model has attention over the whole image, else Grad-CAM, and of
-            captioners without layers of attention what they attend to.
-        methods: several of them, each with its rows and maps.
-        trust: "fast" and "full" judge each map, as `attnkit.trust` does, with `full=True` or
-            without; "none" does not.
-        num_images: how many images, or graphs, to show, at most 64.
-        target: the class to explain, its name or its number; None: the predicted one. Of several
-            numbers that a node has it is needed.
-        nodes: of a graph, their numbers.
-        pairs: of nodes of a graph, of a model that says whether an edge joins them.
-        graphs: of many graphs, the numbers of some; None: all that are given.
+        method: a method of `attnkit.explain`, which the page shows first. None: the first of
+            `methods`, or relevance if the model has attention over the whole image, else Grad-CAM;
+            for captioners without attention layers, their attention to the image.
+        methods: several methods, each with its rows and maps.
+        trust: "fast" and "full" judge each map as `attnkit.trust` does, "full" with `full=True`;
+            "none" does not judge.
+        num_images: number of images, or graphs, to show, at most 64.
+        target: the class to explain, by name or number; None: the predicted one. It is required if
+            a node has several numbers.
+        nodes: numbers of nodes of a graph.
+        pairs: pairs of nodes of a graph, for a model that predicts whether an edge joins them.
+        graphs: numbers of some of many graphs; None: all.
         against: another checkpoint, whose maps of images are shown next to the first ones.
-        layer: also draw what a layer does, by its position or its name (`*` matches anything):
+        layer: a layer to draw as well, by its position or its name (`*` matches anything):
             attention over the image as a multiple of uniform attention, attention over channels,
-            gates; for sentences its attention at each word. Leaves `layers.png`, and the numbers
-            in `maps.npz` as `layer_<name>`.
+            or gates; for sentences its attention at each word. This writes `layers.png`, and the
+            numbers to `maps.npz` as `layer_<name>`.
         batch_size: images in a forward.
-        seed: of random orders.
-        device: where the model runs; None: a GPU if there is one.
+        seed: seed of random orders.
+        device: device of the model; None: a GPU if there is one.
 
     Raises:
         ValueError: an argument out of range.
@@ -88,7 +88,7 @@ class Report:
         seed: int = 0,
         device: str | None = None,
     ) -> None:
-        trust = trust or "none"  # of YAML, where none is null
+        trust = trust or "none"  # YAML may give None for an empty value
         if trust not in _JUDGING:
             raise ValueError(f"trust: expected one of {', '.join(_JUDGING)}, got {trust!r}")
         at_least(1, num_images=num_images, batch_size=batch_size)
@@ -112,10 +112,10 @@ class Report:
         self.batch_size, self.seed, self.device = batch_size, seed, device
 
     def check(self, explained: Explained) -> None:
-        """Check the settings before anything that takes long; choose the method if none was given.
+        """Check the settings before any long computation; choose the method if none was given.
 
         Raises:
-            ValueError: a method, a class, nodes, graphs or other arguments that this does not have.
+            ValueError: a method, a class, nodes, graphs or other arguments that do not fit.
         """
         kind, known = explained.kind, KINDS[explained.kind]
         for name, why in known.refused.items():
@@ -155,7 +155,7 @@ class Report:
             draw_layer(explained.alone(0), self.layer)
 
     def class_of(self, explained: Explained) -> int | None:
-        """The number of the class that is asked for.
+        """Return the number of the class to explain; None: the predicted one.
 
         Raises:
             ValueError: there is no such class.
@@ -177,7 +177,10 @@ class Report:
         return names.index(target)
 
     def cost(self, explained: Explained) -> str:
-        """How many forwards this will take, and how long, from a first batch; after `check`."""
+        """Return the number of forwards and the time this will take, measured on a first batch.
+
+        Call `check` before.
+        """
         forwards, (at_once, ask) = self.num_forwards(explained), self._first_batch(explained)
         seconds = []
         with looking(explained.model), torch.no_grad():
@@ -189,7 +192,7 @@ class Report:
         return f"about {forwards:,} forwards {KINDS[explained.kind].asks}, {time_it_takes}"
 
     def num_forwards(self, explained: Explained) -> int:
-        """About how many images, or how often a part of a graph, go through the model."""
+        """Return the approximate number of forwards, counted in images or graphs."""
         methods = len(self.methods)
         if KINDS[explained.kind].unit == "edge":
             return len(self._each(explained)) * methods * (_EXPLAINING + _OF_EDGES[self.trust])
@@ -199,12 +202,13 @@ class Report:
             return images // len(parts) * methods * sum(map(self._forwards_of_words, parts))
         each = [patch_grid(part.model, part.inputs) for part in parts]
         grids = [_PATCHES if patches is None else patches.grid for patches in each]
-        of_page = [min(rows * columns, MOST_CELLS) for rows, columns in grids]  # left out by itself
+        # the page shows p without each single patch
+        of_page = [min(rows * columns, MOST_CELLS) for rows, columns in grids]
         of_page *= images // len(parts)
         return images * methods * (_EXPLAINING + _JUDGING[self.trust]) + sum(of_page)
 
     def _forwards_of_words(self, explained: Explained) -> int:
-        """For each image, which have one size, and method."""
+        """Return the number of forwards for each image, all of one size, and method."""
         rows, columns = grid_of(explained.model, explained.inputs)
         counts = word_counts(FULL_FRACTIONS if self.trust == "full" else FRACTIONS, rows * columns)
         longest = max(map(len, explained.words), default=0)
@@ -212,7 +216,7 @@ class Report:
         return _EXPLAINING + (0 if self.trust == "none" else judging)
 
     def _first_batch(self, explained: Explained) -> tuple[int, Callable[[], object]]:
-        """How many are asked of at once, and what asks the model."""
+        """Return the size of a first batch, and a function that runs the model on it."""
         if KINDS[explained.kind].unit == "edge":
             _, _, inputs, index = self._each(explained)[0]
             question = GraphQuestion(explained.model, inputs, **index)
@@ -225,12 +229,12 @@ class Report:
         return len(images), lambda: explained.model(images, *rest)
 
     def num_steps(self, explained: Explained) -> int:
-        """How often `step` is called."""
+        """Return how often `step` is called."""
         return len(self.methods) * len(self._each(explained)) + 1
 
     def _each(self, explained: Explained) -> list[tuple[int, str, Any, dict[str, Any]]]:
-        """What is explained one by one: its place, as of `Judged`, what it is called, and of
-        `attnkit.explain` its inputs and its index."""
+        """Return the inputs that are explained one by one: for each its place, as in `Judged`, its
+        name, and the inputs and other arguments for `attnkit.explain`."""
         inputs, of = explained.inputs, {"of": explained.of}
         if explained.kind == "nodes":
             each = ((node, {"index": node, **of}) for node in self.nodes or ())
@@ -257,15 +261,15 @@ class Report:
         against: Explained | None = None,
         step: Callable[[str], None] = lambda doing: None,
     ) -> Findings:
-        """Explain, judge and write; returns what was found.
+        """Explain, judge and write; return the findings.
 
         Args:
-            explained: the model and what it is asked.
-            folder: where to write.
-            title: of the page.
-            facts: about the model and how the images were chosen, for the page.
-            against: another model and the same images.
-            step: told what is done next.
+            explained: the model and its inputs.
+            folder: folder for the files.
+            title: title of the page.
+            facts: facts for the page, on the model and on the choice of images.
+            against: another model with the same images.
+            step: function that is called with the name of the next step.
 
         Raises:
             ValueError, TypeError, RuntimeError: as `attnkit.explain` and `attnkit.trust`.
@@ -319,7 +323,7 @@ class Report:
         return findings
 
     def _judged(self, explained: Explained, seen: Explanation) -> Any:
-        """How far to trust it; None where that was not asked for, or there is one edge alone."""
+        """Judge an explanation; return None if that was not requested, or for a single edge."""
         full = self.trust == "full"
         of_edges = KINDS[explained.kind].unit == "edge"
         if self.trust == "none" or (of_edges and int(seen.candidates.sum()) < 2):
@@ -331,7 +335,7 @@ class Report:
 
 
 def _check_nodes(name: str, given: Sequence[int] | None, count: int, such: str) -> None:
-    """ValueError if there are none, or one is not a number of so many nodes."""
+    """Raise a ValueError if no nodes are given, or a number is out of range."""
     if not given:
         raise ValueError(
             f"{name}: expected the numbers of nodes to explain, 0 to {count - 1}, such as {such}"
@@ -342,7 +346,7 @@ def _check_nodes(name: str, given: Sequence[int] | None, count: int, such: str) 
 
 
 def _of_other(against: Explained, seen: Explanation) -> Explanation:
-    """The same classes of the same images, of another model."""
+    """Explain the same classes of the same images for another model."""
     target = seen.target if seen.has_target else None
     other = explain(against.model, against.inputs, target, seen.method)
     if other.map.shape != seen.map.shape:
@@ -354,7 +358,7 @@ def _of_other(against: Explained, seen: Explanation) -> Explanation:
 
 
 def usual_method(explained: Explained) -> str:
-    """The method that `attnkit.explain` takes where none is asked for, of the first of them."""
+    """Return the method that `attnkit.explain` chooses by default, for the first input."""
     if explained.kind in ("nodes", "pairs"):
         index = (0, 1) if explained.of_pairs else 0
         return explain(explained.model, explained.inputs, index=index).method
@@ -365,7 +369,7 @@ def usual_method(explained: Explained) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As a reader wants it."""
+    """Return a duration in words."""
     if seconds < 1:
         return "less than a second"
     return f"about {seconds:.0f} s" if seconds < 120 else f"about {seconds / 60:.0f} minutes"

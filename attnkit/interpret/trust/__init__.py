@@ -1,4 +1,4 @@
-"""How far to trust a map: what a prediction loses without the patches that it ranks first."""
+"""Measures of how far to trust a map: what a prediction loses without its top-ranked patches."""
 
 from attnkit.interpret.trust.curves import PerturbationCurves, perturbation_curves
 from attnkit.interpret.trust.judge import trust

@@ -1,4 +1,4 @@
-"""A model's answer without some of the units, and while more and more of them are removed."""
+"""Perturbation curves: a model's answer while more and more units are removed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from attnkit.metrics.perturbation import perturbation_gap
 
 FRACTIONS = (0.2, 0.5)
 FULL_FRACTIONS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
-"""Shares that are removed, beside nothing and all."""
+"""Shares of the patches that are removed, in addition to none and all."""
 
 Ranks = Annotated[Tensor, "*orders batch places", int]
-"""When each place is removed: 0 is the first."""
+"""The position of each place in the order of removal; 0 is removed first."""
 Without = Callable[[Annotated[Tensor, "_", int], Annotated[Tensor, "_ places", bool]], Tensor]
-"""The logits [_, *words, classes] of some items of a batch, each without some of its units."""
+"""A function to the logits [_, *words, classes] of items of a batch without some of their units."""
 
 Curves = Mapping[str, Annotated[Tensor, "orders batch points"]]
-"""By map: most-first and least-first; of "random" one order and its reverse by turns."""
+"""Curves by map: most-first and least-first; for "random", each order is followed by its reverse.
+"""
 Values = dict[str, Annotated[Tensor, "batch"]]
 """A number for each image, by map."""
 
 
 class PerturbationCurves(NamedTuple):
-    """The target's probability, or what was asked for, at each share removed, in the order of the
-    metric's update.
+    """The target's probability, or the chosen quantity, at each removed share, in the order of the
+    arguments of the metric's update.
 
-    most_first, least_first: where the places that the map ranks highest, or lowest, go first.
+    most_first, least_first: curves in which the highest-ranked, or lowest-ranked, places are
+        removed first.
     removed: the shares, from 0 to 1.
     """
 
@@ -58,23 +60,23 @@ def perturbation_curves(
     seed: int = 0,
     batch_size: int = 64,
 ) -> PerturbationCurves:
-    """Curves of a map for `attnkit.metrics.PerturbationGap`, over whole test sets and ranks.
+    """Return curves of a map for `attnkit.metrics.PerturbationGap`, over whole test sets and ranks.
 
         gap = attnkit.metrics.PerturbationGap()
         for images, labels in loader:
             map = attnkit.explain(model, images).map
             gap.update(*attnkit.perturbation_curves(model, images, None, map))
 
-    2 · fractions + 2 forwards an image.
+    An image takes 2 · fractions + 2 forwards.
 
     Args:
-        model, inputs, target, map, grid, seed, batch_size: as of `attnkit.trust`.
-        removal: "mask", "mean" or "blur", as there.
-        fractions: the shares removed, beside 0 and 1.
-        of: what the curves are of, as of `attnkit.explain`.
+        model, inputs, target, map, grid, seed, batch_size: as in `attnkit.trust`.
+        removal: "mask", "mean" or "blur", as in `attnkit.trust`.
+        fractions: the removed shares, in addition to 0 and 1.
+        of: the quantity of the curves, as in `attnkit.explain`.
 
     Raises:
-        ValueError, TypeError: as `attnkit.trust`; a removal that is not available is one.
+        ValueError, TypeError: as in `attnkit.trust`, or a removal that is not available.
     """
     question = Question(model, inputs, target, grid=grid, of=of)
     check_map(map, question)
@@ -94,7 +96,7 @@ def perturbation_curves(
 
 
 def removed_counts(fractions: Sequence[float], places: int) -> list[int]:
-    """How many places are removed at each point: none, the nearest to each share, and all."""
+    """Return the number of removed places at each point: none, the nearest to each share, all."""
     fractions = list(fractions)
     if not all(0 <= fraction <= 1 for fraction in fractions):
         raise ValueError(f"fractions: expected shares between 0 and 1, got {fractions}")
@@ -102,15 +104,15 @@ def removed_counts(fractions: Sequence[float], places: int) -> list[int]:
 
 
 def shares(counts: Sequence[int]) -> Annotated[Tensor, "points"]:
-    """The share removed at each point."""
+    """Return the removed share at each point."""
     return torch.tensor(counts, dtype=torch.float64) / counts[-1]
 
 
 def removal_ranks(maps: Maps, generator: torch.Generator) -> Ranks:
-    """The place of each patch in most-first order, [batch, places]; ties are random.
+    """Return the position of each patch in most-first order, [batch, places]; ties are random.
 
-    A constant map is thus a random order, and of a map that is mostly 0 no more is removed than
-    was asked for.
+    A constant map thus gives a random order, and a map that is mostly 0 loses no more patches at a
+    point than any other.
     """
     values = maps.flatten(1).cpu()
     lots = torch.rand(values.shape, generator=generator).argsort(dim=1)
@@ -119,21 +121,21 @@ def removal_ranks(maps: Maps, generator: torch.Generator) -> Ranks:
 
 
 def both_orders(most: Ranks) -> Annotated[Tensor, "2 *orders batch places", int]:
-    """Ranks where what is valued most goes first, and where that goes last."""
+    """Return the ranks of most-first and of least-first order."""
     return torch.stack((most, most.shape[-1] - 1 - most))
 
 
 def removed_at(ranks: Ranks, counts: Sequence[int]) -> Annotated[Tensor, "_ batch places", bool]:
-    """The places removed at each point of each order, for one order after the other."""
+    """Return the places that are removed at each point of each order, order by order."""
     points = torch.tensor(counts, device=ranks.device)[:, None, None]
     return (ranks[:, None] < points).flatten(0, 1)
 
 
-# --- what the model then answers ------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 def of_images(question: Question, answer: Answer) -> Without:
-    """A kind of removal as a function of items of the batch."""
+    """Return a kind of removal as a function of items of the batch."""
     images = question.images.detach()
     return lambda items, removed: answer(images[items], removed)
 
@@ -146,7 +148,7 @@ def answers(
     batch_size: int,
     description: str = "removing patches",
 ) -> Annotated[Tensor, "3 orders batch points"]:
-    """What `Target.values` gives without the first `counts` places of each order."""
+    """Return `Target.values` without the first `counts` places of each order."""
     removed = removed_at(ranks, counts)
     found = answers_without(target, without, removed, batch_size, description)
     return found.unflatten(1, (len(ranks), len(counts))).movedim(2, -1)
@@ -155,7 +157,7 @@ def answers(
 def answers_without_each(
     target: Target, without: Without, places: int, batch_size: int, description: str
 ) -> Annotated[Tensor, "3 _ batch *words"]:
-    """What `Target.values` gives with all places, and then without each alone."""
+    """Return `Target.values` with all places, and then without each single place."""
     assert target.logits is not None
     batch, device = len(target.logits), target.logits.device
     each = torch.eye(places, dtype=torch.bool, device=device)
@@ -170,10 +172,10 @@ def answers_without(
     batch_size: int,
     description: str = "removing patches",
 ) -> Annotated[Tensor, "3 _ batch *words"]:
-    """What `Target.values` gives of each item without these units of it: logit, quantity, and
-    whether it is still predicted.
+    """Return `Target.values` of each item without the removed units: the target's logit, its
+    quantity, and whether it is still predicted.
 
-    The same units of the same item, as both ends of all curves are, are taken away once.
+    Equal removals from the same item, such as both ends of all curves, are computed once.
     """
     at_least(1, batch_size=batch_size)
     steps, batch, _ = removed.shape
@@ -194,24 +196,24 @@ def answers_without(
 
 
 def gaps_of(curves: Curves, removed: Annotated[Tensor, "points"]) -> tuple[Values, float]:
-    """The perturbation gap of each map and image, and how far from 0 random maps are: two standard
-    errors of their mean over the images."""
+    """Return the perturbation gap of each map and image, and two standard errors of the mean gap of
+    random maps over the images, which is 0."""
     gaps = {key: perturbation_gap(both[::2], both[1::2], removed) for key, both in curves.items()}
-    # of an order and its reverse the gaps are each other's negative, so that their mean is 0
+    # an order and its reverse have opposite gaps, so that the mean of random gaps is 0
     by_lot = gaps.pop("random")
     within = 2 * float((by_lot.square().mean() / by_lot.shape[1]).sqrt())
     return {key: gap[0] for key, gap in gaps.items()}, within
 
 
 def check_orders(orders: int) -> None:
-    """ValueError for a number of random orders, half of which are the other half reversed."""
+    """Raise a ValueError unless the number of random orders is positive and even."""
     at_least(2, orders=orders)
     if orders % 2:
         raise ValueError(f"orders: expected an even number, half of them reversed, got {orders}")
 
 
 def check_map(map: Tensor, question: Question, name: str = "map") -> None:
-    """ValueError or TypeError for what is not a map of these images."""
+    """Raise a ValueError or TypeError unless `map` is a map of the question's images."""
     if not isinstance(map, Tensor) or not map.is_floating_point():
         given = map.dtype if isinstance(map, Tensor) else type(map).__name__
         raise TypeError(f"{name}: expected a floating-point tensor, got {given}")

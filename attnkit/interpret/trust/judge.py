@@ -1,4 +1,4 @@
-"""`attnkit.trust`: how far to trust a map, whoever made it."""
+"""`attnkit.trust` measures how far to trust a map, from any method."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from attnkit.interpret.trust.result import (
 from attnkit.metrics.localisation import area, check_maps, covered, mass, pointing
 
 SAID_SHARE = 0.2
-"""A sentence tells what is lost at the point of the curves that is nearest to this share."""
+"""A sentence reports the loss at the point of the curves that is nearest to this share."""
 ENOUGH_IMAGES = 10
-"""From so many on, two maps are compared by how their difference varies from image to image."""
+"""From this number on, two maps are compared by the variance of their difference over images."""
 
 Maker = Callable[[nn.Module, Annotated[Tensor, "batch", int]], Maps]
-"""A map, on the grid of what is removed, of a model and a class for each image."""
+"""A function from a model and a class for each image to a map on the grid of removed places."""
 
 
 def trust(
@@ -81,43 +81,42 @@ def trust(
         print(trust)          # two or three sentences
         trust                 # the table
 
-    - **gap**: patches are removed, the highest-ranked first, or the lowest-ranked first.
-      ∫ y_least(s) ds − ∫ y_most(s) ds over the share s removed, by trapezia with both ends, y the
-      target's probability, or what `of` names, or its logit (`attnkit.metrics.PerturbationGap`).
-      Ties are random. A random map's is 0 ± two standard errors σ/√images, σ² the mean square of
-      the gaps of random orders, half of which are the other half reversed. A larger gap is better
-      than random. Better
-      than centre or input gradient means a difference of more than two standard errors over the
-      images, or, with fewer than 10 images, of more than √2 times the limit of random maps.
-    - **class sensitivity**: 1 − Spearman's ρ of the maps of the two most likely classes; 0 for
-      what cannot depend on the class. Class-specific from 0.1 on. Needs `method`.
-    - **similarity, all weights random**: ρ of the map and that of the model with shuffled
-      weights (after Adebayo et al., Sanity checks for saliency maps, 2018); it survives them from
-      0.5 on. For comparison, ρ with the map of the next image. Needs `method`.
-    - **pointing, mass over chance**: with `masks`, `attnkit.metrics.PointingGame`, and
-      `AttributionMass(over_chance=True)`; `random` is chance.
-
-    full=True removes seven shares instead of two.
+    - **gap**: patches are removed, the highest-ranked or the lowest-ranked first. The gap is
+      ∫ y_least(s) ds − ∫ y_most(s) ds over the removed share s, by the trapezoidal rule with both
+      ends, where y is the target's probability (or the quantity `of`) or its logit
+      (`attnkit.metrics.PerturbationGap`). Ties are random. Random maps have the gap 0 ± two
+      standard errors σ/√images, where σ² is the mean square of the gaps of random orders, half of
+      which are the other half reversed. A map with a larger gap is better than random. It is better
+      than centre or input gradient if the difference is more than two standard errors over the
+      images, or, with fewer than 10 images, more than √2 times the limit of random maps.
+    - **class sensitivity**: 1 − Spearman's ρ of the maps of the two most likely classes; 0 for a
+      map that cannot depend on the class. Class-specific means at least 0.1. Needs `method`.
+    - **similarity, all weights random**: ρ of the map and that of the model with shuffled weights
+      (after Adebayo et al., Sanity checks for saliency maps, 2018). From 0.5 on, the map survives
+      random weights. ρ with the map of the next image is given for comparison. Needs `method`.
+    - **pointing, mass over chance**: `attnkit.metrics.PointingGame` and
+      `AttributionMass(over_chance=True)`, beside chance (`random`). Needs `masks`.
 
     Args:
-        model: returns logits [batch, classes] of images.
-        inputs: images, as the model takes them.
-        target: a class for all images, or one for each; None: the class that is predicted.
-        map: larger = matters more; of any size: its mean over a patch, or the nearest value.
-        method: a function (model, images, classes) -> map, that made the map.
-        masks: True = the object that is to be found.
-        removals: "mask": the patches' tokens are hidden from all attention, if nothing of them is
-            then left (`unavailable` says where it is); "mean": they get the mean colour of the
-            inputs; "blur": they are blurred, σ a side of a patch.
-        fractions: the shares removed, beside 0 and 1; None: 0.2 and 0.5, with full seven.
-        orders: random orders, an even number.
-        seed: of random orders, ties and shuffled weights.
-        full: whether to remove seven shares, where `fractions` are not given.
-        grid: rows and columns of the patches; None: of the model's patch_size, or of the map if it
-            has none.
-        batch_size: perturbed images in a forward. For each kind of removal these are, for each
-            image, fractions · (orders + 6) + 2: about 30.
-        of: what of the target is measured beside its logit, as of `attnkit.explain`.
+        model: a model that returns logits [batch, classes] of images.
+        inputs: images as the model takes them.
+        target: one class for all images, or one for each; None: the predicted class.
+        map: larger = matters more; of any size: it is averaged over a patch, or the nearest value
+            is taken.
+        method: the function (model, images, classes) -> map that made the map.
+        masks: True = the object that the map should find.
+        removals: kinds of removal. "mask" hides the patches' tokens from all attention; it is
+            `unavailable` if hidden patches still have an effect. "mean" gives them the mean colour
+            of the inputs. "blur" blurs them, with σ a side of a patch.
+        fractions: the removed shares, in addition to 0 and 1; None: 0.2 and 0.5, or seven if full.
+        orders: number of random orders, even.
+        seed: seed of random orders, ties and shuffled weights.
+        full: whether to remove seven shares instead of two, if `fractions` is None.
+        grid: rows and columns of the patches; None: those of the model's patch_size, or of the map
+            if the model has none.
+        batch_size: perturbed images in a forward. Each kind of removal needs, for each image,
+            fractions · (orders + 6) + 2 of them: about 30.
+        of: the quantity of the target to measure in addition to its logit, as in `attnkit.explain`.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type, shape or value; no kind of removal is
@@ -150,7 +149,7 @@ def trust(
         removed = shares(counts).to(images.device, torch.float32)
         result = Trust(question.batch, removed, quantity=question.quantity)
 
-        # the map and what it is held against
+        # the map and the baselines
         makers = _makers(question, method, grid)
         maps = {"map": on_grid(map.detach().to(images.device), grid)}
         maps["centre"] = makers["centre"](model, question.target)
@@ -158,7 +157,7 @@ def trust(
             maps["input_gradient"] = makers["input_gradient"](model, question.target)
         except RuntimeError as error:
             if not str(error).startswith("model: "):
-                raise  # no memory, for one
+                raise  # other errors, such as out of memory
             del makers["input_gradient"]
             result.unavailable["input gradient"] = str(error).partition(";")[0]
         if masks is not None:
@@ -166,7 +165,7 @@ def trust(
             maps["oracle"] = covered(masks, maps["map"])
         by_lot = torch.rand(orders // 2, question.batch, *grid, generator=generator)
 
-        # what is lost while patches are removed, those first that a map ranks highest, or lowest
+        # the loss while patches are removed, highest-ranked or lowest-ranked first
         ways, unavailable = available(removals, question, grid)
         result.unavailable |= unavailable
         ranks = {name: both_orders(removal_ranks(one, generator)) for name, one in maps.items()}
@@ -216,7 +215,7 @@ def trust(
 
 
 def _makers(question: Question, method: MapFunction | None, grid: Grid) -> dict[str, Maker]:
-    """The method and what it is held against, each as a function of a model and classes."""
+    """Return the method and the baselines, each as a function of a model and classes."""
     images, middle = question.images.detach(), on_grid(centre(question), grid)
 
     def gradient(model: nn.Module, classes: Tensor) -> Maps:
@@ -238,14 +237,14 @@ def _makers(question: Question, method: MapFunction | None, grid: Grid) -> dict[
 def _add(
     result: Trust, name: str, values: Values, within: float | None = None, random: float = 0.0
 ) -> Score:
-    """Add a score: of each map the mean over the images; of random ones what is expected."""
+    """Add a score: each map's mean over the images, and the expected score of random maps."""
     means = {key: float(value.mean()) for key, value in values.items()}
     result.scores.append(Score(name, **means, random=random, within=within))
     return result.scores[-1]
 
 
 def _verdicts(gaps: Values, within: float) -> tuple[str, ...]:
-    """Better or not than what else there is, by more than two standard errors."""
+    """Return the verdicts on the map compared with random maps and the baselines."""
     words = [verdict("random", float(gaps["map"].mean()) > within)]
     for name in ("centre", "input_gradient"):
         if name in gaps:
@@ -258,10 +257,10 @@ def _verdicts(gaps: Values, within: float) -> tuple[str, ...]:
 
 
 def pooled(trusts: Sequence[Trust]) -> Trust:
-    """The scores and verdicts of images that were judged one by one, as if they were one batch.
+    """Pool the scores and verdicts of images that were judged one by one, as if they were a batch.
 
-    Scores are means; of random maps, whose errors are independent, σ/√images as in `trust`.
-    Curves and falls, at shares that differ from grid to grid, are left out.
+    Scores are means. The errors of random maps are independent and give σ/√images as in `trust`.
+    Curves and falls are left out, since their shares differ from grid to grid.
     """
     first, count = trusts[0], len(trusts)
     if count == 1:
@@ -292,8 +291,8 @@ def pooled(trusts: Sequence[Trust]) -> Trust:
 
 
 def spearman(maps: Maps, others: Maps) -> Annotated[Tensor, "batch"]:
-    """Spearman's ρ of each image. Of equal maps 1, and of a constant one with another 0."""
-    # exact, where the function adds something to a denominator
+    """Return Spearman's ρ of each image: 1 for equal maps, 0 for a constant map and another."""
+    # torchmetrics adds an epsilon to the denominator, so equal maps would not give exactly 1
     return torch.stack(
         [
             one.new_ones(())
@@ -306,8 +305,10 @@ def spearman(maps: Maps, others: Maps) -> Annotated[Tensor, "batch"]:
 
 @torch.no_grad()
 def with_random_weights(model: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A copy of the model with shuffled weights: the entries of each parameter change places, so
-    that their sizes stay what they were in all."""
+    """Return a copy of the model with shuffled weights.
+
+    The entries of each parameter are permuted, which keeps their distribution.
+    """
     copy = deepcopy(getattr(model, "_orig_mod", model))
     own = [module for module in copy.modules() if any(True for _ in module.parameters(False))]
     for module in reversed(own):
@@ -320,7 +321,7 @@ def with_random_weights(model: nn.Module, generator: torch.Generator) -> nn.Modu
 
 @contextmanager
 def _counted(model: nn.Module) -> Iterator[list[int]]:
-    """How many images went through the model in each forward of the block."""
+    """Count the images in each forward of the model within the block."""
     counts: list[int] = []
     handle = model.register_forward_pre_hook(
         lambda _, args: counts.append(len(args[0]) if args else 0)

@@ -1,4 +1,4 @@
-"""Ways of taking patches away: hiding their tokens from attention, or painting their pixels."""
+"""Removal of patches: hiding their tokens from attention, or painting over their pixels."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from attnkit.interpret.methods.grid import patch_grid, settled, token_grids
 from attnkit.interpret.methods.question import Question, logits_of
 
 REMOVALS = {"mask": "tokens masked", "mean": "mean colour", "blur": "blurred"}
-"""The kinds of removal, and what they are called in sentences."""
+"""The kinds of removal, and their names in sentences."""
 LARGEST_GRID = 16
-"""The most rows and columns of places that are removed from a model without patches."""
+"""The maximum number of rows and of columns of removed places for a model without patches."""
 
 Grid = tuple[int, int]
 Maps = Annotated[Tensor, "batch map_height map_width"]
 Images = Annotated[Tensor, "batch channels height width"]
 Places = Annotated[Tensor, "*batch places", bool]
 Answer = Callable[[Images, Places], Annotated[Tensor, "batch classes"]]
-"""The logits of images without some of their places."""
+"""A function from images and removed places to logits."""
 
 
 class NotAvailableError(ValueError):
-    """A model whose patches cannot be removed in this way; the message is the reason."""
+    """Raised if a model does not allow a kind of removal; the message is the reason."""
 
 
 # --- places ---------------------------------------------------------------------------------------
 
 
 def removal_grid(question: Question, maps: Tensor) -> Grid:
-    """Rows and columns of what is removed: the grid asked for, else that of the model's patches.
+    """Return rows and columns of the removed places: the given grid, or that of the patches.
 
-    Of a model without a patch embedding, the map's own, of at most 16 rows and columns.
+    For a model without a patch embedding, it is the map's grid, with at most 16 rows and columns.
     """
     height, width = question.images.shape[-2:]
     if question.grid is not None:
@@ -57,7 +57,7 @@ def removal_grid(question: Question, maps: Tensor) -> Grid:
 
 
 def on_grid(maps: Tensor, grid: Grid) -> Maps:
-    """Maps of any size on the grid: the mean of what falls into a place, or the nearest value.
+    """Resample maps of any size to the grid: the mean within a place, or the nearest value.
 
     Means are taken in float64 and rounded to float32, so that equal values stay equal.
     """
@@ -69,11 +69,11 @@ def on_grid(maps: Tensor, grid: Grid) -> Maps:
 def as_pixels(
     removed: Places, grid: Grid, size: Grid, covered: Grid | None = None
 ) -> Annotated[Tensor, "batch 1 height width", bool]:
-    """The pixels of the removed places; a pixel belongs to the place its middle is in.
+    """Return the pixels of the removed places; a pixel belongs to the place that its centre is in.
 
     Args:
-        covered: height and width in pixels of all places together, from the top left; None: of the
-            whole image. Pixels beyond belong to the nearest place.
+        covered: height and width in pixels of all places together, from the top left; None: those
+            of the whole image. Pixels outside belong to the nearest place.
     """
     rows, columns = (
         ((torch.arange(pixels, device=removed.device) + 0.5) * places / whole)
@@ -84,11 +84,11 @@ def as_pixels(
     return removed.unflatten(-1, grid)[:, None, rows[:, None], columns]
 
 
-# --- ways -----------------------------------------------------------------------------------------
+# --- kinds of removal -----------------------------------------------------------------------------
 
 
 def removal(name: str, question: Question, grid: Grid) -> Answer:
-    """What the model says without some patches, by the name of the way that they are removed.
+    """Return the function that gives the model's logits without some patches.
 
     - "mask": no attention of the model looks at their tokens (`hide_keys`).
     - "mean": their pixels have the mean colour of all the images of the question.
@@ -96,7 +96,7 @@ def removal(name: str, question: Question, grid: Grid) -> Answer:
 
     Raises:
         ValueError: another name.
-        NotAvailableError: a model whose tokens cannot be hidden, by `hiding`.
+        NotAvailableError: the model's tokens cannot be hidden, as `hiding` finds.
     """
     if name not in REMOVALS:
         raise ValueError(f"removals: expected some of {', '.join(REMOVALS)}, got {name!r}")
@@ -107,7 +107,7 @@ def removal(name: str, question: Question, grid: Grid) -> Answer:
         colour = images.mean(dim=(0, 2, 3), keepdim=True)
         return painting(question, grid, lambda images: colour)
     sigma = [max(pixels / places, 1.0) for pixels, places in zip(size, grid, strict=True)]
-    # a kernel of ± 2 σ that the mirrored image still fills
+    # a kernel of ± 2 σ, but not larger than the mirrored image can fill
     kernel = [2 * min(round(2 * s), n - 1) + 1 for s, n in zip(sigma, size, strict=True)]
     widths_first = kernel[::-1], sigma[::-1]
     return painting(question, grid, lambda images: gaussian_blur(images, *widths_first))
@@ -116,11 +116,11 @@ def removal(name: str, question: Question, grid: Grid) -> Answer:
 def available(
     names: Sequence[str], question: Question, grid: Grid
 ) -> tuple[dict[str, Answer], dict[str, str]]:
-    """The kinds of removal that the model allows, and the reasons for the others, by name.
+    """Return the kinds of removal that the model allows, and the reasons for the others, by name.
 
     Raises:
         ValueError: another name.
-        NotAvailableError: the model allows none.
+        NotAvailableError: the model allows none of them.
     """
     ways: dict[str, Answer] = {}
     reasons: dict[str, str] = {}
@@ -136,10 +136,10 @@ def available(
 
 
 def painting(question: Question, grid: Grid, paint: Callable[[Images], Tensor]) -> Answer:
-    """Patches painted over.
+    """Return the removal that paints over the pixels of patches.
 
     Args:
-        paint: from images to what their patches are painted with, of the images' size or a colour
+        paint: function from images to the paint, of the images' size or a colour
             [batch or 1, channels, 1, 1].
     """
     pixels = pixels_of(question, grid)
@@ -149,9 +149,9 @@ def painting(question: Question, grid: Grid, paint: Callable[[Images], Tensor]) 
 
 
 def pixels_of(question: Question, grid: Grid) -> Callable[[Places], Tensor]:
-    """From removed places of a grid to their pixels, [batch, 1, height, width].
+    """Return the function from removed places of a grid to their pixels, [batch, 1, height, width].
 
-    Places of the model's patches have the pixels that the patch embedding gives them.
+    Places that consist of the model's patches have the pixels that the patch embedding reads.
     """
     height, width = question.images.shape[-2:]
     patches = patch_grid(question.model, question.images)
@@ -162,18 +162,17 @@ def pixels_of(question: Question, grid: Grid) -> Callable[[Places], Tensor]:
 
 
 def hiding(question: Question, grid: Grid | None = None) -> tuple[Answer, Grid]:
-    """Tokens hidden from all attention, after it was tried that nothing of them is left; and the
-    grid of the places.
+    """Return the removal that hides tokens from all attention, and the grid of the places.
 
-    Half of the patches are hidden and their pixels replaced by noise: where the logits change,
-    what is hidden still reaches them, through a mean over all tokens, a convolution, or attention
-    that is not seen. And the logits have to change with what is hidden.
+    It is tested first: half of the patches are hidden and their pixels replaced by noise. If the
+    logits change with the noise, hidden patches still reach them, through a mean over all tokens, a
+    convolution, or attention that is not visible. The logits must change with the hiding itself.
 
     Args:
-        grid: of the places, each of which is some patches; None: of the patches.
+        grid: grid of the places, each of which consists of patches; None: that of the patches.
 
     Raises:
-        NotAvailableError: something of the patches is left, or they are not known.
+        NotAvailableError: hidden patches still have an effect, or the patches are not known.
     """
     images = question.images.detach()[:4]
     tokens = _tokens(question)
@@ -189,13 +188,13 @@ def hiding(question: Question, grid: Grid | None = None) -> tuple[Answer, Grid]:
         hidden = removed.unflatten(1, grid).repeat_interleave(high, dim=1)
         hidden = hidden.repeat_interleave(wide, dim=2).flatten(1)
         with hide_keys(hidden, tokens.num_prefix_tokens, tokens.num_suffix_tokens):
-            return logits_of(question.model(images.clone()))  # which may begin in place
+            return logits_of(question.model(images.clone()))  # the model may write to its input
 
     generator = torch.Generator().manual_seed(0)
     places = rows * columns
     half = torch.rand(len(images), places, generator=generator).argsort(dim=1) < (places + 1) // 2
     half = half.to(images.device)
-    spread = images.std() or 1.0  # of an image of one colour there is none
+    spread = images.std() or 1.0  # an image of one colour has a deviation of 0
     noise = torch.randn(images.shape, generator=generator).to(images) * spread + images.mean()
     noisy = torch.where(pixels_of(question, grid)(half), noise, images)
     with torch.no_grad():
@@ -213,7 +212,7 @@ def hiding(question: Question, grid: Grid | None = None) -> tuple[Answer, Grid]:
 
 
 def _tokens(question: Question) -> Tokens:
-    """Where the patches are among the keys of the model's first attention."""
+    """Return the grid of the patches among the keys of the model's first attention."""
     if question.chain is not None:
         return question.chain.grid
     found = token_grids(question.model, question.images, num_tokens=0)

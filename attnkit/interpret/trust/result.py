@@ -1,4 +1,4 @@
-"""What `attnkit.trust` returns: scores beside those of other maps, as a table and in sentences."""
+"""The result of `attnkit.trust`: scores beside those of baselines, as a table and in sentences."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from attnkit.interpret.text_table import text_table
 from attnkit.interpret.trust.removal import REMOVALS
 
 SENSITIVE = 0.1
-"""A map is called class-specific from this class sensitivity on."""
+"""Least class sensitivity of a map that is called class-specific."""
 SURVIVING = 0.5
-"""A map is said to survive random weights from this similarity to theirs on."""
+"""Least similarity to the map of random weights of a map that survives random weights."""
 CLASS_SENSITIVITY = "class sensitivity"
 RANDOM_WEIGHTS = "similarity, all weights random"
 VERDICTS = {
@@ -25,19 +25,19 @@ VERDICTS = {
     "class": ("class-specific", "not class-specific"),
     "weights": ("survives random weights", "does not survive random weights"),
 }
-"""All that is ever said, by what it is about: where it is so, and where it is not."""
+"""All possible verdicts by topic: the positive one, then the negative one."""
 
 
 def verdict(about: str, is_so: bool) -> str:
-    """One of `VERDICTS`."""
+    """Return the positive or negative verdict about a topic of `VERDICTS`."""
     return VERDICTS[about][0 if is_so else 1]
 
 
 @dataclass(frozen=True)
 class Score:
-    """A score of the map, and of what it is held against; None where that has none.
+    """A score of the map and of the baselines; None if a baseline has none.
 
-    within: a random map is this near to `random` 19 times in 20: two standard errors.
+    within: two standard errors; 19 in 20 random maps are this close to `random`.
     """
 
     name: str
@@ -50,8 +50,11 @@ class Score:
 
 
 class Fall(NamedTuple):
-    """The target's mean probability, or what was asked for, without a share of the patches.
+    """The target's mean probability, or the chosen quantity, without a share of the patches.
 
+    share: share of the patches that is removed.
+    whole, without, random: the mean with all patches, without the top-ranked patches, and without
+        random ones.
     low, high: `random` ± two standard errors over the random orders.
     """
 
@@ -72,7 +75,7 @@ class Fall(NamedTuple):
         curves: Mapping[str, Annotated[Tensor, "orders batch points"]],
         symbol: str = "p",
     ) -> Fall:
-        """The fall at the point of `Trust.curves` that is nearest to a share of the patches."""
+        """Return the fall at the point of `Trust.curves` that is nearest to `share`."""
         point = 1 + int((removed[1:-1] - share).abs().argmin())
         random = curves["random"][..., point].mean(dim=1)
         middle, error = float(random.mean()), float(random.std() / len(random) ** 0.5)
@@ -81,7 +84,7 @@ class Fall(NamedTuple):
         return cls(float(removed[point]), whole, without, middle, low, high, len(random), symbol)
 
     def sentence(self, removal: str, num_images: int) -> str:
-        """What a prediction loses without the patches that the map ranks first, or random ones."""
+        """Return what a prediction loses without top-ranked or random patches, as a sentence."""
         percent = f"{100 * self.share:.0f} %"
         whole, without = f"{self.whole:.2f}", f"{self.without:.2f}"
         goes = "goes" if whole == without else "falls" if self.without < self.whole else "rises"
@@ -95,18 +98,19 @@ class Fall(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Trust:
-    """How far to trust a map: `print(repr(trust))` is a table, `print(trust)` says it in sentences.
+    """Measures of how far to trust a map: `print(repr(trust))` prints a table, `print(trust)`
+    sentences.
 
-    scores: each of the map, beside those of random maps, of a Gaussian about the middle, of the
+    scores: scores of the map, beside those of random maps, of a Gaussian about the middle, of the
         size of the input gradient, and, with masks, of the masks themselves.
-    verdicts: of each kind of removal, of "class" and of "weights"; all words are of `VERDICTS`.
+    verdicts: verdicts of `VERDICTS` for each kind of removal, for "class" and for "weights".
     falls: what is lost without a fifth of the patches, by kind of removal.
     gaps: the perturbation gap of each image in probability, by kind of removal.
-    curves: the target's probability at the shares `removed`, by kind of removal and by map;
-        two orders each, most-first and least-first, of "random" as many as there were.
-    unavailable: what could not be done, and why.
-    num_forwards: images that went through the model, for each image.
-    quantity: what of the target was measured.
+    curves: the target's probability at the shares `removed`, by kind of removal and by map, for
+        two orders, most-first and least-first; "random" has a pair of them for every random order.
+    unavailable: reason by the name of each measurement that was not possible.
+    num_forwards: number of forwards for each image.
+    quantity: the quantity of the target that was measured.
     """
 
     num_images: int
@@ -122,11 +126,11 @@ class Trust:
 
     @property
     def symbol(self) -> str:
-        """What stands for the quantity in sentences and at axes."""
+        """The symbol of the quantity in sentences and at axes."""
         return "p" if self.quantity is None else self.quantity.symbol
 
     def __getitem__(self, name: str) -> Score:
-        """The score of a name."""
+        """Return a score by its name."""
         for score in self.scores:
             if score.name == name:
                 return score
@@ -134,7 +138,7 @@ class Trust:
         raise KeyError(f"{name!r} is not one of the scores {names}")
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """The table: by score and by map, without what there is not."""
+        """Return the table as numbers by score and map, without missing ones."""
         return {
             score.name: {
                 name: value

@@ -1,4 +1,4 @@
-"""How far to trust the map of each word: all words of all sentences at once."""
+"""Measures of how far to trust the maps of words, for all words of all sentences at once."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from attnkit.interpret.trust.curves import (
 from attnkit.metrics.perturbation import perturbation_gap
 
 ORDERS = 64
-"""Random orders, half of them the others reversed."""
+"""Number of random orders, half of which are the others reversed."""
 SHARE_BELOW = 0.95
-"""Of random maps, beyond which a map is better than random."""
+"""A map is better than random if its gap is larger than that of this share of random maps."""
 
 
 class WordScore(NamedTuple):
-    """Of the map of one word, with p the word's probability behind the words before it.
+    """The scores of one word's map; p is the word's probability given the words before it.
 
-    gap: as of `attnkit.trust`, of p; regions get the mean colour of the image.
-    within: 19 random maps in 20 have a smaller gap.
+    gap: gap in p, as in `attnkit.trust`; removed regions get the mean colour of the image.
+    within: the gap below which those of 19 in 20 random maps are.
     probability: p with the whole image.
     first: row and column of the region that the map ranks first.
     without: p without that region.
-    without_random: p without a random region: the mean over all.
-    without_each: p without each region alone.
+    without_random: p without a random region, the mean over all regions.
+    without_each: p without each single region.
     """
 
     gap: float
@@ -54,17 +54,17 @@ class WordScore(NamedTuple):
 
     @property
     def is_better(self) -> bool:
-        """Better than a random map."""
+        """Whether the map is better than a random one."""
         return self.gap > self.within
 
 
 @dataclass(eq=False, repr=False)
 class WordTrust:
-    """How far to trust the maps of words.
+    """Measures of how far to trust the maps of words.
 
-    scores: for each image, one for each word of its sentence, without what stands behind the end.
-    num_forwards: how often an image went through the captioner.
-    quantity: what of each word was measured.
+    scores: for each image, the scores of the words of its sentence.
+    num_forwards: number of forwards for each image.
+    quantity: the quantity of each word that was measured.
     """
 
     scores: list[list[WordScore]]
@@ -93,31 +93,32 @@ def trust_words(
     seed: int = 0,
     batch_size: int = 64,
 ) -> WordTrust:
-    """Score the map of every word by what the word's probability loses without the regions.
+    """Score the map of every word by what the word's probability loses without regions.
 
-    One forward gives the probabilities of all words of a sentence, so that random orders and the
-    image without each region are computed once for all of them:
+    One forward gives the probabilities of all words of a sentence, so random orders and the image
+    without each region are computed once for all words:
 
-        2 + regions + fractions · (orders + 2 · words)      forwards an image
+        2 + regions + fractions · (orders + 2 · words)      forwards per image
 
-    Curves have a point where one region is gone, too. A word's map is better than random if its gap
-    is larger than that of 19 random orders in 20. Two standard errors would not do for a single
-    image: of a word that hangs on one region, a random gap is spread evenly, and no map's is
-    larger than 1.8 of its standard deviations.
+    Curves also have a point without a single region. A word's map is better than random if its gap
+    is larger than that of 19 in 20 random orders. Two standard errors would not work for a single
+    image: if a word depends on one region only, random gaps are uniformly distributed, and no map's
+    gap is larger than 1.8 of their standard deviations.
 
-    Regions get the mean colour of their image. They are not hidden from attention, since nothing
-    tells those of the image from the words before by their number; `Explanation.trust` of a word
-    does so where it can.
+    Removed regions get the mean colour of their image. They are not hidden from attention, since
+    the number of keys does not always tell regions from previous words; `Explanation.trust` of one
+    word hides them if possible.
 
     Args:
-        sentences: the captioner, the images and what it said of them.
-        maps: for each word; larger = matters more.
-        fractions, seed, batch_size: as of `attnkit.trust`.
-        full: whether fractions are seven instead of two, where None are given.
-        orders: random orders, an even number.
+        sentences: the captioner, the images and their sentences.
+        maps: a map for each word; larger = matters more.
+        fractions, seed, batch_size: as in `attnkit.trust`.
+        full: whether to use seven fractions instead of two, if `fractions` is None.
+        orders: number of random orders, even.
 
     Raises:
-        ValueError: maps of other words; fractions that take away nothing or all; orders.
+        ValueError: maps of other words, fractions that remove nothing or all, an odd number of
+            orders.
     """
     check_orders(orders)
     if maps.shape[:2] != sentences.said.shape:
@@ -154,7 +155,7 @@ def trust_words(
     every = perturbation_gap(most, least, shares(counts))
     gaps = every[: len(lots)]
     within = torch.cat([gaps, -gaps]).quantile(SHARE_BELOW, dim=0)
-    # each word's own probability without what its own map ranks first
+    # each word's own probability without the regions that its own map ranks first
     own = every[len(lots) :].diagonal(dim1=0, dim2=2)
     first = (ranks == 0).int().argmax(dim=-1)
     scores = [
@@ -179,5 +180,5 @@ def trust_words(
 
 
 def word_counts(fractions: Sequence[float], places: int) -> list[int]:
-    """How many regions are gone at each point of a curve: none, one, those of fractions, all."""
+    """Return the number of removed regions at each point: none, one, those of fractions, all."""
     return sorted({*removed_counts(fractions, places), 1})

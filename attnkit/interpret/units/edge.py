@@ -1,4 +1,4 @@
-"""Edges: along which a graph model passes messages to a node."""
+"""The unit of explanations of graph models: the edges along which messages reach a node."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 
 
 class EdgeRow(NamedTuple):
-    """An edge: its ends, its number, what part that is of the sum of sizes, and how many steps it
-    takes from its source to the node, or the nearer one of a pair, along the shortest way (1: a
-    neighbour); None of a graph."""
+    """A row of the table of edges.
+
+    score: the edge's number.
+    share: its share of the sum of absolute values.
+    steps: length of the shortest path from its source to the node, or to the nearer node of a pair
+        (1: a neighbour); None for a whole graph.
+    """
 
     source: int
     target: int
@@ -56,8 +60,8 @@ class Edges(Unit):
     """The edges of a graph, in the caller's order.
 
     Attributes:
-        values: [edges]; 0 where an edge cannot reach the node.
-        share: what the self-loops that layers added took.
+        values: [edges]; 0 if an edge cannot reach the node.
+        share: share of the self-loops that layers added.
     """
 
     name = "edge"
@@ -69,12 +73,12 @@ class Edges(Unit):
         self.share = torch.where(total > 0, loops / total, torch.zeros_like(total))
 
     def trust(self, seen: Explanation, **options: Any) -> EdgeFidelity:
-        """Fidelity beside random edges."""
+        """Compute the fidelity, compared with random edges."""
         with looking(self.target.model), torch.no_grad():
             return fidelity_of(self.target, self.values, **options)
 
     def top(self, k: int) -> EdgeTable:
-        """The k edges that rank first, of those that can reach the node."""
+        """Return the k highest-ranked edges that can reach the node."""
         at_least(1, k=k)
         index, edge_index = self.target.index, self.target.edge_index
         places = self.target.candidates.nonzero()[:, 0]
@@ -94,16 +98,16 @@ class Edges(Unit):
         )
 
     def part(self, score: float) -> float:
-        """What part of the sum of sizes a number is, with what self-loops took; 0 of nothing."""
+        """Return a number's share of the sum of absolute values, added self-loops included."""
         assert self.share is not None
         share, total = float(self.share), float(self.values.abs().sum())
         return abs(score) * (1 - share) / total if total else 0.0
 
     def classes(self, labels: Tensor | None = None) -> list[int]:
-        """What colours the nodes: labels, or what the model predicts; empty: nothing.
+        """Return the classes that colour the nodes: labels or predictions; empty: no colours.
 
         Raises:
-            ValueError: labels not one a node.
+            ValueError: labels that are not one class for each node.
         """
         is_class = isinstance(self.target.index, int) and self.target.of == "probability"
         if labels is None and not is_class:
@@ -120,7 +124,7 @@ class Edges(Unit):
         return labels.tolist()
 
     def arrays(self) -> dict[str, Tensor]:
-        """The values, the edges, and which of them can reach the node."""
+        """Return the values, the edges, and which of them can reach the node."""
         edge_index, candidates = self.target.edge_index, self.target.candidates
         return {"edges": self.values, "edge_index": edge_index, "candidates": candidates}
 
@@ -133,20 +137,19 @@ class Edges(Unit):
         fidelity: EdgeFidelity | None = None,
         most: int = MOST_RANKED,
     ) -> Figure:
-        """The node, which a ring marks, and the edges that rank first by size.
+        """Draw the node, marked by a ring, and the edges with the largest absolute values.
 
-        They are as wide as their number over the largest, which the scale says; other edges between
-        the same nodes are grey. Beside it is fidelity over k, with random edges.
+        An edge is as wide as its number over the largest, as the scale shows; other edges between
+        the same nodes are grey. The fidelity over k, with that of random edges, is drawn beside.
 
         Args:
-            labels: the nodes' classes, which colour them; −1 where one is not known. None: those
-                that the model predicts.
-            class_names: None of them: their numbers.
-            fidelity: `seen.fidelity()`, where it is there already; it is computed otherwise.
-            most: how many edges are drawn as wide as their value.
+            labels: classes that colour the nodes, −1 if not known; None: the predicted classes.
+            class_names: names of the classes; empty: their numbers.
+            fidelity: `seen.fidelity()`, if it was computed already; None: compute it.
+            most: number of edges that are drawn as wide as their value.
 
         Raises:
-            ValueError: labels not one a node; `most` below 1.
+            ValueError: labels that are not one class for each node; `most` below 1.
         """
         at_least(1, most=most)
         asked = self.target
@@ -175,7 +178,7 @@ class Edges(Unit):
         return figure
 
     def headline(self, seen: Explanation, class_names: Sequence[str] = ()) -> str:
-        """What was asked and what the model said, in a line."""
+        """Return the question and the model's answer in one line."""
 
         def name(one: int) -> str:
             return class_names[one] if one < len(class_names) else str(one)
@@ -184,7 +187,8 @@ class Edges(Unit):
         where = ("the graph", "node {}", "the pair {}, {}")[len(nodes)].format(*nodes)
         model = "predicted" if target == predicted else f"predicted {name(predicted)}"
         what = f"class {name(target)} ({model})"
-        if len(nodes) == 2 or self.target.of != "probability":  # one of several that may all be so
+        # several labels may all be true, so there is no predicted class to name
+        if len(nodes) == 2 or self.target.of != "probability":
             what = name(target)
         return (
             f"{seen.method} of {where}: {what}, {seen.quantity.symbol} = "
@@ -192,7 +196,7 @@ class Edges(Unit):
         )
 
     def lines(self, seen: Explanation) -> list[str]:
-        """The headline, the first edges, and what loops took."""
+        """Return the headline, the first edges, the share of added self-loops, and the notes."""
         lines = [self.headline(seen), *(f"  {line}" for line in repr(seen.top()).splitlines())]
         if self.share:
             lines.append(f"Self-loops that layers added took {float(self.share):.0%}.")

@@ -1,4 +1,4 @@
-"""Patches: the places of an image on the model's own grid."""
+"""The unit of explanations of images: patches on the model's own grid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnkit.interpret.trust.result import Trust
 
 MOST_LINES = 4
-"""Images that are told of one by one."""
+"""Number of images that have a line each; the others are counted."""
 
 
 class Patches(Unit):
@@ -28,9 +28,9 @@ class Patches(Unit):
 
     Attributes:
         values: [batch, rows, columns].
-        tokens: [batch, tokens], with the class and register tokens; None where a method gives the
-            image alone.
-        num_prefix_tokens, num_suffix_tokens: how many of them stand before and behind the patches.
+        tokens: [batch, tokens], with the class and register tokens; None if the method gives only
+            the image.
+        num_prefix_tokens, num_suffix_tokens: number of tokens before and after the patches.
     """
 
     name = "patch"
@@ -57,17 +57,17 @@ class Patches(Unit):
             self.share = torch.where(total > 0, others / total, torch.zeros_like(total))
 
     def trust(self, seen: Explanation, **options: Any) -> Trust:
-        """`attnkit.trust` of the map."""
+        """Compute `attnkit.trust` of the map."""
         from attnkit.interpret.trust.judge import trust
 
         known: dict[str, Any] = {"target": seen.target, "map": self.values, "method": seen.again}
         known["of"] = self.target.of
         if self.tokens is not None:
-            known["grid"] = tuple(self.values.shape[1:])  # whether the model says so or not
+            known["grid"] = tuple(self.values.shape[1:])  # also if the model does not declare it
         return trust(self.target.model, self.target.images.detach(), **known | options)
 
     def arrays(self) -> dict[str, Tensor]:
-        """The map, and the tokens with their prefix."""
+        """Return the map, and the tokens with their prefix."""
         return {"map": self.values} | ({} if self.tokens is None else {"tokens": self.tokens})
 
     def draw(
@@ -76,14 +76,14 @@ class Patches(Unit):
         names: Sequence[Sequence[str]] | None = None,
         pictures: Annotated[Tensor, "batch channels height width"] | None = None,
     ) -> Figure:
-        """A row for each image: the image with its prediction, and its map on it.
+        """Draw a row for each image: the image with its prediction, and the image with its map.
 
-        The map lies on the image in light tones, each place of its own grid in one colour. Each
-        image has its own scale, whose numbers stand beside it.
+        The map is drawn on the light image, with one colour for each place of its grid. Each image
+        has its own scale, drawn beside it.
 
         Args:
-            names: of words; not used.
-            pictures: the images as people see them; None: as the model takes them.
+            names: words, for captioners; not used here.
+            pictures: images to draw instead of the model's (normalized) inputs.
         """
         shown = self.target.images.detach() if pictures is None else pictures
         return draw(
@@ -91,7 +91,7 @@ class Patches(Unit):
         )
 
     def lines(self, seen: Explanation) -> list[str]:
-        """What was explained, and of the first images what was found."""
+        """Return what was explained, and a line for each of the first images."""
         batch, rows, columns = seen.map.shape
         lines = [f"{seen.method} of {batch} image{'s' * (batch > 1)} on {rows} x {columns}"]
         for number in range(min(batch, MOST_LINES)):
@@ -106,7 +106,7 @@ class Patches(Unit):
         return [*lines, *(f"  ({note})" for note in seen.notes)]
 
     def line(self, seen: Explanation, number: int) -> str:
-        """What was asked of an image, and what the model said."""
+        """Return the question and the model's answer for an image."""
         target, predicted = int(seen.target[number]), int(seen.predicted[number])
         model = "predicted" if target == predicted else f"predicted {predicted}"
         number_of = f"{seen.quantity.symbol} = {float(seen.probability[number]):.3f}"
@@ -118,7 +118,7 @@ class Patches(Unit):
         return "; ".join(parts)
 
     def _panels(self, seen: Explanation, number: int, names: Any) -> tuple[Tensor, list[str], str]:
-        """The maps of an image, their titles and what their scale is of."""
+        """Return the maps of an image, their titles and the label of their scale."""
         return self.values[number : number + 1], [""], seen.method
 
     def _row(self, seen: Explanation, number: int, picture: np.ndarray, names: Any) -> Row:

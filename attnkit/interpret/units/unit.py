@@ -1,4 +1,4 @@
-"""What an explanation gives numbers to, and what has to be known of it."""
+"""The base class of units, the parts of an input to which an explanation gives numbers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 class Unit:
-    """The parts of an input that have a number each: what they are called, how they are taken away
-    and how their numbers are shown. A subclass a file.
+    """The parts of an input that have a number each: their name, their removal and their display.
+
+    There is one file for each subclass.
 
     Attributes:
         name: "patch", "word" or "edge".
-        target: what was asked.
-        values: a number for each unit, [batch, rows, columns], [batch, words, rows, columns] or
-            [edges].
-        share: what tokens or edges that are no units took of the sum of sizes; None: all are.
+        target: the question.
+        values: a number for each unit, [batch, rows, columns] or [edges].
+        share: share of the sum of absolute values of tokens or edges that are no units; None: all
+            are units.
     """
 
     name = ""
@@ -33,17 +34,17 @@ class Unit:
         self.share: Annotated[Tensor, "*batch"] | None = None
 
     def lines(self, seen: Explanation) -> list[str]:
-        """An explanation in words."""
+        """Return an explanation in words, as lines."""
         raise NotImplementedError
 
     def arrays(self) -> dict[str, Tensor]:
-        """The tensors that are saved, by name."""
+        """Return the tensors to save, by name."""
         raise NotImplementedError
 
     def draw(self, seen: Explanation, *args: Any, **options: Any) -> Figure:
-        """A picture of the values."""
+        """Draw the values."""
         raise NotImplementedError
 
     def trust(self, seen: Explanation, **options: Any) -> Any:
-        """How far to trust the values, by what the answer loses without what they rank first."""
+        """Measure how far to trust the values: what the answer loses without top-ranked units."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Words: what a captioner said, each with a map of the image."""
+"""The unit of explanations of captioners: words, each with a map of the image."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Words(Patches):
     """The patches of images for each word of a sentence.
 
     Attributes:
-        words: [batch, words, rows, columns], 0 behind the end.
+        words: [batch, words, rows, columns], 0 after the end of the sentence.
         values: [batch, rows, columns], the mean over the words.
     """
 
@@ -39,8 +39,10 @@ class Words(Patches):
         word: int | None = None,
         **options: Any,
     ) -> Any:
-        """`attnkit.trust` of a word as the class of one image, behind the words before it; without
-        an image and a word, `trust_words` of all."""
+        """Compute `attnkit.trust` of one word of one image, given the words before it, as a class.
+
+        Without `image` and `word` it is `trust_words` of all words.
+        """
         if image is None and word is None:
             return trust_words(self.target, self.words, **options)
         number, length, *grid = self.words.shape
@@ -69,11 +71,11 @@ class Words(Patches):
         return trust(model, self.target.images.detach()[image : image + 1], **known | options)
 
     def arrays(self) -> dict[str, Tensor]:
-        """The maps of the words, and their mean."""
+        """Return the maps of the words, and their mean."""
         return {"map": self.values, "words": self.words}
 
     def line(self, seen: Explanation, number: int) -> str:
-        """How many words were said, and how sure the captioner was."""
+        """Return the number of words of a sentence, and their mean probability."""
         said = self.target.is_word[number]
         mean = float(seen.probability[number][said].mean()) if said.any() else 0.0
         return f"{int(said.sum())} words, mean {seen.quantity.symbol} = {mean:.3f}"

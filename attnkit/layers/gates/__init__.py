@@ -1,1 +1,1 @@
-"""Gates: feature maps multiplied by what is computed from them."""
+"""Gates, which scale a feature map by a map that is computed from it."""

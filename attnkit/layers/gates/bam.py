@@ -14,15 +14,15 @@ class BAM(Gate):
         S(x) = norm(f₃ relu(f₂ relu(f₁ relu(f₀ x))))
 
     C has one number for each channel, S one for each pixel; f₀ and f₃ are 1 × 1 convolutions, f₁
-    and f₂ dilated 3 × 3 ones with zeros outside. Feature maps `[batch, channels, height, width]` in
-    and out, gate map `[batch, channels, height, width]`.
+    and f₂ are dilated 3 × 3 convolutions with zero padding. Feature maps
+    `[batch, channels, height, width]` in and out, gate map `[batch, channels, height, width]`.
 
-    Park et al. 2018 (BAM), by its formulas: the branches are added and each ends in a batch
-    normalization. The authors' code multiplies them and normalizes hidden layers instead; the
-    ReLUs, which the formulas leave out, are the code's.
+    This follows the formulas of Park et al. 2018 (BAM): the branches are added and each ends in a
+    batch normalization. The authors' code multiplies them and normalizes hidden layers instead. The
+    formulas leave out the ReLUs, which are in the code.
 
-    Items of a batch see each other in training, by the batch normalization. In C a batch of one is
-    too small for it: torch then raises "Expected more than 1 value per channel".
+    In training, items of a batch see each other through the batch normalization. C needs a batch of
+    at least two: with one, torch raises "Expected more than 1 value per channel".
 
     Cost of an item, h the hidden channels: 2·channels·h + (channels·h + 18·h² + h)·height·width
     multiply-adds, beside pooling and scaling; 3·channels·h + 18·h² + 5·h + 2·channels + 2
@@ -30,7 +30,7 @@ class BAM(Gate):
 
     Args:
         channels, reduction, hidden_channels: as in `SqueezeExcitation`.
-        dilation: of the 3 × 3 convolutions, in pixels.
+        dilation: dilation of the 3 × 3 convolutions, in pixels.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BAM(Gate):
         super().__init__(channels)
         at_least(1, dilation=dilation)
         hidden = hidden_width(channels, reduction, hidden_channels)
-        # no bias where a norm, which has its own, follows
+        # a convolution before a batch norm has no bias, since the norm has one
         self.channel = nn.Sequential(
             nn.Conv2d(channels, hidden, 1),
             nn.ReLU(),

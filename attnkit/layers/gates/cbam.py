@@ -19,8 +19,8 @@ class CBAMChannelGate(Gate):
     with one MLP for both. Feature maps `[batch, channels, height, width]` in and out, gate map
     `[batch, channels, 1, 1]`.
 
-    Woo et al. 2018 (CBAM), whose formula has no biases and whose code has. Equal to timm's
-    `ChannelAttn`, given the same hidden channels, which timm rounds instead of flooring.
+    Woo et al. 2018 (CBAM); their formula has no biases, their code has them. Equal to timm's
+    `ChannelAttn` with the same number of hidden channels, which timm rounds instead of flooring.
 
     Cost of an item, h the hidden channels: 4·channels·h multiply-adds, beside pooling and scaling;
     2·channels·h parameters, with biases h + channels more.
@@ -56,19 +56,19 @@ class CBAMSpatialGate(Gate):
 
         y = x ⊙ σ(norm(W ∗ [mean, maximum of x over the channels]))
 
-    with ∗ a convolution over the two maps, k × k, zeros outside. Feature maps
+    with ∗ a k × k convolution over the two maps with zero padding. Feature maps
     `[batch, channels, height, width]` in and out, gate map `[batch, 1, height, width]`.
 
     Woo et al. 2018 (CBAM). Batch normalization is in the authors' code (with a momentum of 0.01;
-    here torch's 0.1) and in timm's `SpatialAttn`, which this is equal to, but not in the paper's
+    here torch's 0.1) and in timm's `SpatialAttn`, which this equals, but not in the paper's
     formula, which is `batch_norm=False`. With it, items of a batch see each other in training, and
-    a batch of one pixel in all cannot be trained on.
+    training needs more than one pixel in the whole batch.
 
     Cost of an item: 2·k²·height·width multiply-adds, beside pooling and scaling; 2·k² parameters
     and 2 of the norm, or one bias.
 
     Args:
-        channels: of the map; None: any number, since no parameter depends on it.
+        channels: channels of the map; None: any number, since no parameter depends on it.
         kernel_size: k, odd.
         batch_norm: whether there is a norm; without it the convolution has a bias.
     """
@@ -91,22 +91,23 @@ class CBAM(Combined):
 
         y = spatial(channel(x)),   or with order="spatial_first"   y = channel(spatial(x))
 
-    with `CBAMChannelGate` and `CBAMSpatialGate`, the children `channel` and `spatial`; each looks
-    at what it gates. Feature maps `[batch, channels, height, width]` in and out.
+    with `CBAMChannelGate` and `CBAMSpatialGate`, the children `channel` and `spatial`; each gate is
+    computed from the map that it scales. Feature maps `[batch, channels, height, width]` in and
+    out.
 
-    Woo et al. 2018 (CBAM), who compare both orders. At its defaults equal to timm's `CbamModule`,
-    given the same hidden channels; what differs from the paper's formulas stands at the two gates.
-    For both gates of x itself, `Combined(CBAMChannelGate(64), CBAMSpatialGate(64), mode="sum")`.
+    Woo et al. 2018 (CBAM), who compare both orders. The defaults equal timm's `CbamModule` with the
+    same number of hidden channels. The two gates list their differences from the paper's formulas.
+    `Combined(CBAMChannelGate(64), CBAMSpatialGate(64), mode="sum")` computes both gates from x.
 
     Cost of an item, h the hidden channels, k the kernel's size: 4·channels·h +
     2·k²·height·width multiply-adds, beside pooling and scaling; at the defaults 2·channels·h +
-    2·k² + 2 parameters. Items of a batch see each other in training, by the spatial gate's batch
-    normalization.
+    2·k² + 2 parameters. In training, items of a batch see each other through the spatial gate's
+    batch normalization.
 
     Args:
         channels, reduction, hidden_channels, bias: as in `CBAMChannelGate`.
         kernel_size, batch_norm: as in `CBAMSpatialGate`.
-        order: which comes first.
+        order: which gate comes first.
     """
 
     def __init__(

@@ -12,15 +12,16 @@ class CoordinateAttention(Gate):
 
         y = x ⊙ σ(W_h f_h) ⊙ σ(W_w f_w),   f = hardswish(norm(W [z_h, z_w]))
 
-    with z_h the mean of each row, z_w of each column, one after the other, and f_h, f_w what W and
-    the norm make of them. All W are 1 × 1 convolutions. Feature maps
+    with z_h the means of the rows and z_w those of the columns, concatenated; f_h and f_w are the
+    parts of f that belong to rows and to columns. All W are 1 × 1 convolutions. Feature maps
     `[batch, channels, height, width]` in and out, gate map `[batch, channels, height, width]`.
 
     Hou et al. 2021 (Coordinate Attention), with the sizes, biases and activation of the authors'
-    code. Equal to timm's `CoordAttn` without its skip connection, given the same hidden channels;
-    timm has no biases unless told.
+    code. Equal to timm's `CoordAttn` without its skip connection and with the same number of hidden
+    channels; timm has no biases by default.
 
-    Items of a batch see each other in training, by the batch normalization over rows and columns.
+    In training, items of a batch see each other through the batch normalization over rows and
+    columns.
 
     Cost of an item, h the hidden channels: 2·(height + width)·channels·h multiply-adds, beside
     pooling and scaling; 3·channels·h + 3·h + 2·channels parameters, without biases
@@ -28,7 +29,7 @@ class CoordinateAttention(Gate):
 
     Args:
         channels, hidden_channels: as in `SqueezeExcitation`.
-        reduction: channels over hidden channels, rounded down, at least 8.
+        reduction: divisor of `channels` that gives the hidden channels, rounded down, at least 8.
         bias: whether the convolutions add a bias.
     """
 

@@ -13,18 +13,18 @@ class EfficientChannelAttention(Gate):
 
         y = x ⊙ σ(w ∗ z),   z = mean of x over the pixels
 
-    with ∗ a convolution along the channels, k wide, zeros beyond the first and the last. Feature
-    maps `[batch, channels, height, width]` in and out, gate map `[batch, channels, 1, 1]`.
+    with ∗ a convolution of width k along the channels, with zero padding. Feature maps
+    `[batch, channels, height, width]` in and out, gate map `[batch, channels, 1, 1]`.
 
     Wang et al. 2020 (ECA-Net), with their adaptive width: the odd number nearest to
-    (log₂ channels + 1) / 2. Equal to timm's `EcaModule`, which, as this one, is at least 3 wide
-    (the paper's rule is 1 wide for less than 8 channels, where no channel sees another); the
-    authors' code is 3 wide unless told.
+    (log₂ channels + 1) / 2. Equal to timm's `EcaModule`, whose width also is at least 3. (The
+    paper's rule gives a width of 1 for fewer than 8 channels, so that no channel sees another.) The
+    default width of the authors' code is 3.
 
     Cost of an item: k·channels multiply-adds, beside pooling and scaling; k parameters.
 
     Args:
-        channels: of the map; None: any number, and then `kernel_size` is needed.
+        channels: channels of the map; None: any number, and then `kernel_size` is needed.
         kernel_size: k, odd; None: the adaptive width.
     """
 
@@ -32,7 +32,7 @@ class EfficientChannelAttention(Gate):
         super().__init__(channels)
         if kernel_size is None:
             if channels is None:
-                raise ValueError("kernel_size: expected a number where channels is None, got None")
+                raise ValueError("kernel_size: expected a number if channels is None, got None")
             kernel_size = max(3, int((math.log2(channels) + 1) / 2) | 1)
         odd(kernel_size=kernel_size)
         self.conv = nn.Conv1d(1, 1, kernel_size, padding=kernel_size // 2, bias=False)

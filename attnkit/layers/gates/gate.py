@@ -1,4 +1,4 @@
-"""A gate over a feature map, and how gate maps are looked at."""
+"""The base class of gates over feature maps, and the capture of their maps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,23 +15,24 @@ from attnkit.layers.maps.residual import check_features
 
 
 class Gate(nn.Module):
-    """A gate: every value of a feature map is scaled by a number between 0 and 1.
+    """A module that scales every value of a feature map by a number between 0 and 1.
 
         y = x ⊙ gate(x)
 
     Feature maps `[batch, channels, height, width]` of any size in and out; a gate of your own is a
-    subclass that defines `gate`. Items of a batch do not see each other, except where a gate says
-    that it has batch normalization, and then in training only.
+    subclass that defines `gate`. Items of a batch do not see each other, except in gates that
+    document a batch normalization, and there in training only.
 
-    The map of an untrained gate is about ½ everywhere (¼ for `CoordinateAttention`). A gate put
-    into a trained network therefore weakens its features at first.
+    The map of an untrained gate is about ½ everywhere (¼ for `CoordinateAttention`). A gate that is
+    inserted into a trained network therefore weakens its features at first.
 
     Args:
-        channels: of the map; None: any number, in gates whose parameters do not depend on it.
+        channels: channels of the map; None: any number, for gates whose parameters do not depend on
+            it.
 
     Raises:
         ValueError: sizes that are not positive, a kernel size that is not odd, an unknown choice; a
-            map of another shape, or without a pixel.
+            map of another shape or without pixels.
     """
 
     def __init__(self, channels: int | None) -> None:
@@ -40,7 +41,8 @@ class Gate(nn.Module):
         self.channels = channels
 
     def gate(self, x: Tensor) -> Tensor:
-        """The map that scales x: `[batch, 1 or channels, 1 or height, 1 or width]`, in (0, 1)."""
+        """Return the map that scales x, in (0, 1): `[batch, 1 or channels, 1 or height, 1 or
+        width]`."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +51,7 @@ class Gate(nn.Module):
 
 
 def hidden_width(channels: int, reduction: int, hidden_channels: int | None, least: int = 1) -> int:
-    """Channels of a bottleneck: `hidden_channels`, or channels // reduction, at least `least`."""
+    """Return `hidden_channels` if given, else channels // reduction, but at least `least`."""
     at_least(1, reduction=reduction, hidden_channels=hidden_channels)
     return hidden_channels or max(least, channels // reduction)
 
@@ -64,19 +66,19 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         maps["spatial"][0]    # [batch, 1, height, width]
 
     The maps of each gate are stored, detached, under its name in `named_modules()`, in the order of
-    its calls. They are the maps that scaled the features, not computed a second time, so running
-    statistics of batch norms change as they do without the capture. Compiled modules run uncompiled
-    inside the block. Other threads take part where they run in this context, as
-    `asyncio.to_thread` does.
+    its calls. They are the very maps that scaled the features. Nothing is computed twice, so the
+    running statistics of batch norms change as they do without the capture. Compiled modules run
+    uncompiled inside the block. Other threads are captured too if they run in this context, as
+    those of `asyncio.to_thread` do.
 
     Args:
-        model: any module that contains gates of attnkit, or modules of yours with a method `gate`
-            that `forward` calls and that returns the map.
+        model: any module that contains gates of attnkit, or other modules with a method `gate` that
+            `forward` calls and that returns the map.
 
     Raises:
         ValueError: the model has no gate.
     """
-    # of the class: in other people's networks an attribute `gate` often is a child module
+    # looked up in the class: in other networks an attribute `gate` often is a child module
     gates = {
         module_name(name): module
         for name, module in model.named_modules()
@@ -97,20 +99,21 @@ def capture_gates(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
         stack.enter_context(running.followed())
         stack.enter_context(_CAPTURES.opened(note))
         for module in gates.values():
-            stack.enter_context(shared(("gate", module), partial(_told, module)))
+            stack.enter_context(shared(("gate", module), partial(_reporting, module)))
         yield captured
 
 
 _CAPTURES: Opened[Callable[[nn.Module, Tensor], None]] = Opened("captures of gates")
 
 
-def _told(module: nn.Module) -> AbstractContextManager[Any]:
+def _reporting(module: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which `module.gate` passes its map to every open capture."""
     gate = getattr(module, "gate")  # noqa: B009  mypy takes module.gate for a child
 
-    def told(*args: object, **kwargs: object) -> Tensor:
+    def reporting_gate(*args: object, **kwargs: object) -> Tensor:
         map_ = gate(*args, **kwargs)
         for note in _CAPTURES.get():
             note(module, map_.detach())
         return map_
 
-    return patch.object(module, "gate", told)
+    return patch.object(module, "gate", reporting_gate)

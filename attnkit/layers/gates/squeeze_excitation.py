@@ -17,18 +17,18 @@ class SqueezeExcitation(Gate):
     Feature maps `[batch, channels, height, width]` in and out, gate map `[batch, channels, 1, 1]`.
     W₁ and W₂ are 1 × 1 convolutions, which on one pixel are linear layers.
 
-    Hu et al. 2018 (Squeeze-and-Excitation Networks), whose formula has no biases and whose code
-    has. Equal to torchvision's `ops.SqueezeExcitation` and to timm's `SEModule` at their default
-    activations, given the same hidden channels: timm's default rounds them to a multiple of 8,
+    Hu et al. 2018 (Squeeze-and-Excitation Networks); their formula has no biases, their code has
+    them. Equal to torchvision's `ops.SqueezeExcitation` and to timm's `SEModule` with their default
+    activations and the same number of hidden channels: timm's default rounds it to a multiple of 8,
     at least 8.
 
     Cost of an item, h the hidden channels: 2·channels·h multiply-adds, beside pooling and scaling;
     2·channels·h + h + channels parameters.
 
     Args:
-        channels: of the map.
-        reduction: channels over hidden channels, rounded down, at least 1.
-        hidden_channels: their number, whatever the reduction.
+        channels: channels of the map.
+        reduction: divisor of `channels` that gives the hidden channels, rounded down, at least 1.
+        hidden_channels: number of hidden channels; None: as `reduction` gives it.
         bias: whether W₁ and W₂ add a bias.
     """
 
@@ -56,14 +56,14 @@ class SpatialExcitation(Gate):
 
     Feature maps `[batch, channels, height, width]` in and out, gate map
     `[batch, 1, height, width]`. Roy et al. 2018 (Concurrent Spatial and Channel Squeeze &
-    Excitation), whose formula has no bias and whose code has.
+    Excitation); their formula has no bias, their code has one.
 
     Cost of an item: channels·height·width multiply-adds, beside the scaling; channels + 1
     parameters.
 
     Args:
-        channels: of the map.
-        bias: whether there is a b.
+        channels: channels of the map.
+        bias: whether the bias b is added.
     """
 
     def __init__(self, channels: int, *, bias: bool = True) -> None:
@@ -79,14 +79,14 @@ class SCSE(Combined):
 
         y = cSE(x) + sSE(x),   or max(cSE(x), sSE(x)), or cSE(x) ⊙ sSE(x)
 
-    with cSE a `SqueezeExcitation` and sSE a `SpatialExcitation`, both of x itself. Feature maps
+    with cSE a `SqueezeExcitation` and sSE a `SpatialExcitation`, both applied to x. Feature maps
     `[batch, channels, height, width]` in and out; the gates are the children `channel` and
     `spatial`.
 
-    Roy et al. 2018 (MICCAI), where the two are added. The authors' later paper (Recalibrating Fully
-    Convolutional Networks, TMI 2019) compares ways to fuse them, and their code has the maximum,
-    fusion="max". It is that of the outputs, not of the gates: a negative value gets the smaller
-    gate. Their fusion by concatenation, which doubles the channels, is not here.
+    Roy et al. 2018 (MICCAI) add the two. The authors' later paper (Recalibrating Fully
+    Convolutional Networks, TMI 2019) compares ways to fuse them, and their code takes the maximum,
+    fusion="max". It is the maximum of the outputs, not of the gates, so a negative value is scaled
+    by the smaller gate. Their fusion by concatenation, which doubles the channels, is left out.
 
     Cost of an item, h the hidden channels: 2·channels·h + channels·height·width multiply-adds,
     beside pooling and scaling; 2·channels·h + h + 2·channels + 1 parameters.
@@ -94,7 +94,7 @@ class SCSE(Combined):
     Args:
         channels, reduction, hidden_channels, bias: as in `SqueezeExcitation`; the paper's reduction
             is 2.
-        fusion: "sum", "max" or "product".
+        fusion: how the two outputs are combined, "sum", "max" or "product".
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Attention of the nodes of a graph: node features and edges in, node features out."""
+"""Attention of the nodes of a graph to their neighbours."""
 
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -50,47 +50,48 @@ class GraphAttention(EdgeModule):
         weight_h,e = softmax_e(score(W_q,h x_i, W_k,h x_j + W_e,h e_ij))
         output_i = [head_1,i … head_H,i] + W_r x_i + b
 
-    A Transformer's attention whose mask is the graph's edges. By its score it is UniMP's layer
-    (Shi et al., Masked Label Prediction, 2021; PyG's `TransformerConv`) with "scaled_dot", GATv2
-    (Brody et al., How Attentive are Graph Attention Networks?, 2022) with "gatv2", whose values are
-    its keys, and GAT (Veličković et al., Graph Attention Networks, 2018) with "gat", whose queries,
-    keys and values are one projection; in these two edges change the weights and not the values.
-    `attnkit.interop.from_pyg` converts PyG's layers.
+    This is a Transformer's attention whose mask is the graph's edges. The score selects the layer:
+    "scaled_dot" is UniMP (Shi et al., Masked Label Prediction, 2021; PyG's `TransformerConv`).
+    "gatv2" is GATv2 (Brody et al., How Attentive are Graph Attention Networks?, 2022), whose values
+    are its keys. "gat" is GAT (Veličković et al., Graph Attention Networks, 2018), whose queries,
+    keys and values share one projection. In GATv2 and GAT, edge features change the weights and not
+    the values. `attnkit.interop.from_pyg` converts PyG's layers.
 
-    A node without edges gives W_r x_i + b. Cost and memory are those of edges × heads, except with
-    edge features and "cosine" or "gaussian", which only the reference kernel computes.
+    A node without edges gives W_r x_i + b. Cost and memory are proportional to edges × heads,
+    except with edge features and "cosine" or "gaussian", which only the reference kernel computes.
 
     Args:
         in_channels: channels of the nodes, or a pair (sources, targets); −1: taken from the first
-            input, before which the layer's parameters cannot be saved or loaded.
+            input; until then the layer's parameters cannot be saved or loaded.
         out_channels: channels of a head.
         heads: number of heads.
         score: "scaled_dot", "dot", "general", "cosine", "gaussian" or "additive" (Bahdanau's), each
             with projections to queries, keys and values; "gatv2"; "gat"; or a `Score` or module as
             in `MultiHeadAttention`.
-        concat: heads side by side, heads · out_channels; False: their mean, out_channels.
-        edge_dim: channels of the edges; None: they carry nothing.
-        add_self_loops: each node sees itself: one self-loop for every node replaces those of the
-            graph, with features after `fill_value`.
-        fill_value: of self-loops: a number, a tensor [edge_dim], or "mean", "add", "min", "max" or
-            "mul" of the features of the node's other edges.
+        concat: True concatenates the heads, heads · out_channels; False takes their mean,
+            out_channels.
+        edge_dim: channels of the edge features; None: edges have no features.
+        add_self_loops: replace the graph's self-loops by one for every node, with the features that
+            `fill_value` gives.
+        fill_value: features of self-loops: a number, a tensor [edge_dim], or the "mean", "add",
+            "min", "max" or "mul" of the features of the node's other edges.
         residual: whether to add W_r x_i, the root weight.
-        gate: mix it in, β W_r x_i + (1 − β) head_i with a learned β in (0, 1), rather than add it
-            (UniMP; PyG's `beta`).
-        separate_self: put the node's own value before what it gathered, [W_v x_i, head_i], which
-            doubles the channels (GAT-sep; Platonov et al., A Critical Look at the Evaluation of
-            GNNs under Heterophily, 2023). The layer that follows mixes them.
+        gate: mix the root in, β W_r x_i + (1 − β) head_i with a learned β in (0, 1), instead of
+            adding it (UniMP; PyG's `beta`).
+        separate_self: concatenate the node's own value and what it gathered, [W_v x_i, head_i],
+            which doubles the channels (GAT-sep; Platonov et al., A Critical Look at the Evaluation
+            of GNNs under Heterophily, 2023). The layer that follows mixes them.
         dropout_p, backend: as in `MultiHeadAttention`.
-        value_dropout_p: dropout of the values W_v x_j, once for all edges of a source, in training
-            only; the scores read none of it (the code of GAT's authors).
-        dropout: PyG's name of `dropout_p`, in its place.
-        negative_slope: of the LeakyReLU of "gat" and "gatv2".
-        share_weights: of "gatv2": one projection for queries and keys.
-        bias: whether the projections add a bias; None: all but GAT's do.
-        out_bias: whether the output does.
+        value_dropout_p: dropout of the values W_v x_j, drawn once for all edges of a source, in
+            training only; it does not change the scores (as in the code of GAT's authors).
+        dropout: PyG's name for `dropout_p`; give only one of the two.
+        negative_slope: slope of the LeakyReLU of "gat" and "gatv2".
+        share_weights: with "gatv2", use one projection for queries and keys.
+        bias: whether the projections add a bias; None: yes, except for "gat".
+        out_bias: whether the output adds a bias.
 
     Raises:
-        ValueError, TypeError: options that are wrong or that the score has no use for.
+        ValueError, TypeError: options that are wrong or that the score does not use.
     """
 
     def __init__(
@@ -123,14 +124,17 @@ class GraphAttention(EdgeModule):
             raise ValueError(f"in_channels: expected one number or two, got {in_channels}")
         self.in_channels = sizes[0], sizes[1]
         self.is_bipartite = is_pair
-        # what the first input tells, a pair of unequal numbers stands for
+        # placeholders for sizes that the first input decides, unequal if they are a pair
         sizes = sizes[0] if sizes[0] != -1 else 1, sizes[1] if sizes[1] != -1 else 1 + is_pair
         at_least(
             1, in_channels=min(sizes), out_channels=out_channels, heads=heads, edge_dim=edge_dim
         )
         if dropout is not None:
             if dropout_p:
-                raise ValueError(f"dropout: is dropout_p, got both, {dropout} and {dropout_p}")
+                raise ValueError(
+                    "dropout: another name of dropout_p, expected only one of them, "
+                    f"got {dropout} and {dropout_p}"
+                )
             dropout_p = dropout
         share(dropout_p=dropout_p, value_dropout_p=value_dropout_p)
         if gate and not residual:
@@ -157,7 +161,8 @@ class GraphAttention(EdgeModule):
         self.backend = backend
         self.fill_value: FillValue
         if isinstance(fill_value, Tensor):
-            self._given_fill_value = fill_value.detach().clone()  # which no `to_empty` empties
+            # a plain attribute, which `to_empty` does not clear
+            self._given_fill_value = fill_value.detach().clone()
             self.register_buffer("fill_value", self._given_fill_value.clone(), persistent=False)
         else:
             self.fill_value = fill_value
@@ -187,12 +192,13 @@ class GraphAttention(EdgeModule):
 
     @property
     def width(self) -> int:
-        """Channels of the output."""
+        """Number of channels of the output."""
         width = self.heads * self.out_channels if self.concat else self.out_channels
         return 2 * width if self.separate_self else width
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, biases 0; with the first input where `in_channels` is −1."""
+        """Set matrices Xavier-uniform and biases to 0; a layer whose `in_channels` is −1 does this
+        at its first input."""
         if isinstance(self.fill_value, Tensor):
             self.fill_value.copy_(self._given_fill_value)
         if -1 in self.in_channels:
@@ -214,32 +220,33 @@ class GraphAttention(EdgeModule):
         *,
         edge_bias: Annotated[Tensor, "edges #heads"] | Annotated[Tensor, "edges"] | None = None,
     ) -> Annotated[Tensor, "*batch targets out_channels"]:
-        """What each node gathers from its neighbours.
+        """Compute what each node gathers from its neighbours.
 
         Args:
-            x: dense or sparse CSR; or a pair, of sources and of targets. Dense, with a dimension of
-                a batch before: all of it have this graph. Targets may be None with "gat", without
-                `gate` and `separate_self`: they add nothing to the scores, and have no residual. Of
-                one tensor, and `Edges` with fewer targets than sources, the targets are the first
-                rows.
-            edge_index: sources in row 0 and targets in row 1 (PyG's, its
-                `EdgeIndex` too), a sparse matrix [targets, sources], or `attnkit.Edges`. The
-                edges of a tensor are sorted at its first call, for all layers and epochs, as long
-                as the tensor lives, and again where it was written to; on a GPU only an operator of
-                torch is noticed, and sparse matrices there are read at every call.
-            edge_attr: features of the edges; one channel may lack its dimension.
-            size: the number of sources and of targets, where x does not tell it; else checked.
-            return_attention_weights: give the weights too, as PyG's layers do.
-            edge_bias: added to the scores, of all heads or each its own: of a learned one for each
-                distance (Ying et al., Graphormer, 2021), or the logarithms of edge weights, which
-                the exponentials are multiplied by. That of self-loops that are added is 0.
+            x: node features, dense or sparse CSR, or a pair of those of sources and of targets.
+                Dense features may have a batch dimension first; all its items share the graph.
+                Targets may be None with "gat", without `gate` and `separate_self`: they then add
+                nothing to the scores and have no residual. If x is one tensor and `Edges` has fewer
+                targets than sources, the targets are its first rows.
+            edge_index: sources in row 0 and targets in row 1 (as in PyG, also its `EdgeIndex`), a
+                sparse matrix [targets, sources], or `attnkit.Edges`. The edges of a tensor are
+                sorted at its first call, for all layers and epochs, as long as the tensor lives,
+                and again after it was written to. On a GPU only writes by torch operators are
+                noticed, and sparse matrices there are read at every call.
+            edge_attr: features of the edges; a single channel may omit its dimension.
+            size: number of sources and of targets, needed if x does not determine it, else checked.
+            return_attention_weights: return the weights too, as PyG's layers do.
+            edge_bias: bias added to the scores, one for all heads or one for each head: for example
+                a learned bias for each distance (Ying et al., Graphormer, 2021), or the logarithms
+                of edge weights that multiply the exponentials. Added self-loops have the bias 0.
 
         Returns:
             The nodes, with heads · out_channels, or out_channels without `concat`; twice as many
             with `separate_self`. With `return_attention_weights`, a pair of the nodes and
             (edges [2, edges], weights [edges, heads] before dropout), added self-loops last. If
-            the edges are a sparse matrix, so is the first of these, with the weights as values.
-            The weights of a batch are [batch, edges, heads], in the matrix [edges, heads, batch].
+            the edges are a sparse matrix, the returned edges are one too, with the weights as
+            values. The weights of a batch are [batch, edges, heads], in the matrix
+            [edges, heads, batch].
 
         Raises:
             ValueError, TypeError, IndexError: features or edges of another shape or type.
@@ -276,7 +283,7 @@ class GraphAttention(EdgeModule):
                 own = self.projections.own(target)
             output = torch.cat([self._merged(own), output], dim=-1)
         if self.residual_proj is not None:
-            if target.shape[-1] == 0:  # as if they were 0
+            if target.shape[-1] == 0:  # targets without features count as zeros
                 return output + self.residual_proj(output.new_zeros(1, self.in_channels[1]))
             with products_of(target):
                 root = self.residual_proj(target)
@@ -292,7 +299,7 @@ class GraphAttention(EdgeModule):
         edge_index: Annotated[Tensor, "2 edges", int] | Edges,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
     ) -> None:
-        """Raise what `forward` would raise for these arguments."""
+        """Raise the error that `forward` would raise for these arguments."""
         if not isinstance(x, fx.Proxy):
             self._read(x, edge_index, edge_attr)
 
@@ -304,7 +311,7 @@ class GraphAttention(EdgeModule):
         size: Size | None = None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Edges, Tensor | None, Tensor | None]:
-        """Sources, targets, edges, their features and their biases, checked."""
+        """Check the inputs; return sources, targets, edges, edge features and edge biases."""
         source, target = sources_and_targets(x, edge_index, size)
         if -1 in self.in_channels:
             self._infer(source.shape[-1], target.shape[-1])
@@ -321,7 +328,7 @@ class GraphAttention(EdgeModule):
         return source, target, edges, features, bias
 
     def _infer(self, sources: int, targets: int) -> None:
-        """Take the channels that were −1 from an input."""
+        """Set the channels that were −1 to those of the first input."""
         if not self.is_bipartite:
             targets = sources
         elif self.in_channels[1] == -1 and targets == 0:
@@ -338,7 +345,7 @@ class GraphAttention(EdgeModule):
         self.reset_parameters()
 
     def _readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
-        """The layers that read nodes, each with the channels of those that it reads."""
+        """Return the layers that read node features, each with its number of input channels."""
         root = [] if self.residual_proj is None else [(self.residual_proj, targets)]
         return [*self.projections.readers(sources, targets), *root]
 
@@ -352,16 +359,16 @@ class GraphAttention(EdgeModule):
         heads: Indices = None,
         edge_bias: Annotated[Tensor, "edges #heads"] | Annotated[Tensor, "edges"] | None = None,
     ) -> Annotated[Tensor, "*batch rows chosen_heads"]:
-        """The weights that `forward` uses on the same arguments, before dropout.
+        """Return the weights that `forward` uses on the same arguments, before dropout.
 
         Args:
             rows: which edges, None for all.
             heads: which heads, None for all.
 
         Returns:
-            Row e for edge e of `edge_index`. With `add_self_loops` the loops of
-            nodes 0, 1, … follow, and the row of a self-loop in `edge_index`, which they replace, is
-            0. The rows of the edges into one node sum to 1.
+            Row e belongs to edge e of `edge_index`. With `add_self_loops` the loops of nodes
+            0, 1, … follow, and the rows of self-loops in `edge_index`, which they replace, are 0.
+            The rows of the edges into one node sum to 1.
         """
         source, target, edges, features, bias = self._read(
             x, edge_index, edge_attr, None, edge_bias
@@ -377,7 +384,7 @@ class GraphAttention(EdgeModule):
             return self.projections(source, target, is_one=isinstance(x, Tensor))
 
     def _weights(self, nodes: NodeHeads, edges: Edges, carried: EdgeFeatures | None) -> Tensor:
-        """[edges, heads], and a batch's dimension behind."""
+        """Return the weights [edges, heads], or [edges, heads, batch]."""
         score = self.projections.current_score()
         weights = edge_weights(nodes.query, nodes.key, edges, score=score, edge_features=carried)
         return weights.movedim((-1, -2), (0, 1))
@@ -385,7 +392,7 @@ class GraphAttention(EdgeModule):
     def _attend(
         self, nodes: NodeHeads, edges: Edges, features: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        """[heads, targets, out_channels]."""
+        """Return the heads' outputs [heads, targets, out_channels]."""
         used, carried = self._graph(edges, features, bias)
         value = nodes.value
         if self.training and self.value_dropout_p > 0:
@@ -404,7 +411,7 @@ class GraphAttention(EdgeModule):
     def _graph(
         self, edges: Edges, features: Tensor | None, bias: Tensor | None
     ) -> tuple[Edges, EdgeFeatures | None]:
-        """The edges that attention goes along, and what they add to scores, keys and values."""
+        """Return the edges with self-loops, if any, and what they add to scores, keys, values."""
         used = edges.with_loops if self.add_self_loops else edges
         if self.add_self_loops and features is not None:
             features = looped_features(features, used, self.fill_value)
@@ -416,7 +423,7 @@ class GraphAttention(EdgeModule):
         return used, carried
 
     def _merged(self, output: Tensor) -> Tensor:
-        """Heads [heads, nodes, out_channels] side by side, or their mean."""
+        """Concatenate the heads [heads, nodes, out_channels], or take their mean."""
         return output.transpose(-3, -2).flatten(-2) if self.concat else output.mean(dim=-3)
 
     def __repr__(self) -> str:
@@ -425,5 +432,5 @@ class GraphAttention(EdgeModule):
 
 
 def _batch_first(weights: Tensor) -> Tensor:
-    """[edges, heads, batch] as [batch, edges, heads]; of one graph as they are."""
+    """Return weights [edges, heads, batch] as [batch, edges, heads]; keep [edges, heads]."""
     return weights.movedim(2, 0) if weights.ndim == 3 else weights

@@ -1,4 +1,4 @@
-"""Layers of graph models: attention with what comes before and after it."""
+"""Blocks of graph models: attention with norm, activation, dropout and MLP."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -15,13 +15,13 @@ Norm = Literal["layer", "batch"]
 
 
 def make_activation(name: GraphActivation) -> nn.Module:
-    """The activation of that name."""
+    """Return a new activation module."""
     choice(get_args(GraphActivation), activation=name)
     return {"elu": nn.ELU, "relu": nn.ReLU, "gelu": nn.GELU}[name]()
 
 
 def make_norm(name: Norm | None, channels: int) -> nn.Module:
-    """The normalization of that name; None: the identity."""
+    """Return a new normalization module; None gives the identity."""
     choice((*get_args(Norm), None), norm=name)
     norms: dict[Any, Any] = {None: nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
     return norms[name](channels)
@@ -40,16 +40,16 @@ class GraphLayer(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, edges: Edges, edge_attr: Tensor | None = None) -> Tensor:
-        self.attention.check(x, edges, edge_attr)  # before anything is drawn
+        self.attention.check(x, edges, edge_attr)  # errors come before dropout draws numbers
         return self.activation(self.norm(self.attention(self.dropout(x), edges, edge_attr)))
 
 
 class GraphBlock(EdgeModule):
     """x = x + mlp(attention(norm(x))), a residual block of Platonov et al. 2023.
 
-    The MLP, of linear, dropout, activation, linear, dropout, reads what the attention gives: with
-    `separate_self` the node and its neighbourhood side by side. Nodes [nodes, channels] in and out,
-    of `Edges` with fewer targets than sources the first ones.
+    The MLP (linear, dropout, activation, linear, dropout) reads the attention's output, which with
+    `separate_self` concatenates the node and its neighbourhood. Nodes [nodes, channels] in and out;
+    if `Edges` has fewer targets than sources, the output has the first nodes only.
 
     mlp_ratio: the MLP's width over the channels.
     """
@@ -67,7 +67,9 @@ class GraphBlock(EdgeModule):
         super().__init__()
         width = round(channels * mlp_ratio)
         if width < 1:
-            raise ValueError(f"mlp_ratio: {mlp_ratio} of {channels} channels leaves none")
+            raise ValueError(
+                f"mlp_ratio: expected at least one channel, got {mlp_ratio} of {channels}"
+            )
         self.norm = norm
         self.attention = attention
         self.mlp = nn.Sequential(
@@ -84,7 +86,7 @@ class GraphBlock(EdgeModule):
         edges: Edges,
         edge_attr: Annotated[Tensor, "edges edge_dim"] | None = None,
     ) -> Annotated[Tensor, "nodes channels"]:
-        self.attention.check(x, edges, edge_attr)  # before a batch norm counts
+        self.attention.check(x, edges, edge_attr)  # errors come before a batch norm updates
         gathered = self.mlp(self.attention(self.norm(x), edges, edge_attr))
-        is_traced = isinstance(edges, fx.Proxy)  # which has not seen the edges
+        is_traced = isinstance(edges, fx.Proxy)  # the sizes of traced edges are not known
         return (x if is_traced else x[: edges.sizes[0]]) + gathered

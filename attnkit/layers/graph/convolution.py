@@ -11,13 +11,13 @@ from attnkit.core.projections import reset_linear
 
 
 class GraphConvolution(nn.Module):
-    """The graph convolution of Kipf and Welling (2017), by the kernel of attention along edges.
+    """The graph convolution of Kipf and Welling (2017), computed by the edge attention kernels.
 
         output_i = Σ_e W x_j / √(d_i d_j) + b = √d_i · mean_e(W x_j / √d_j) + b
 
-    over the edges e from j to i and a self-loop, which replaces those of the graph; d_i is their
-    number. A mean over the neighbours is attention with equal scores. As PyG's `GCNConv` with its
-    defaults, without one number of memory per edge and channel.
+    over the edges e from j to i and one self-loop, which replaces the graph's own; d_i is their
+    number. A mean over the neighbours is attention with equal scores. Equal to PyG's
+    `GCNConv` with its defaults, without its memory of edges × channels.
 
     Nodes [nodes, in_channels] in, dense, and [nodes, out_channels] out.
     """
@@ -30,7 +30,7 @@ class GraphConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrix, bias 0."""
+        """Set the matrix Xavier-uniform and the bias to 0."""
         reset_linear(self.proj)
         nn.init.zeros_(self.bias)
 

@@ -28,18 +28,19 @@ class HANAttention(TypedNodeAttention):
         z_i,r = relu(Σ_e weight_e · h_j),   weight_e = softmax_e(LeakyReLU(a_r · h_j + a′_r · h_i))
         output_i = Σ_r softmax_r(mean_i(q · tanh(W z_i,r + b))) · z_i,r
 
-    where t is the type of a node, and e goes over the edges of type r into i: the edges of a type
-    are those of a meta-path. The mean goes over all nodes that are given, so that the graphs of a
-    batch are one graph, as in PyG. The node-level attention of all edge types is one, by the
-    kernels of `Edges`. PyG's `HANConv`, whose weights `interop.from_pyg` takes over; where the
-    paper has elu, it has relu.
+    where t is the type of a node, and e runs over the edges of type r into i: an edge type stands
+    for a meta-path. The mean runs over all given nodes, so the graphs of a batch count as one
+    graph, as in PyG. The node-level attention of all edge types is one call of the edge kernels.
+    Equal to PyG's `HANConv`, which `interop.from_pyg` converts and which has relu where the paper
+    has elu.
 
     Args:
-        in_channels: of the nodes, one number or one for each type; −1: those of the first input.
-        out_channels: of the output, a multiple of `heads`.
-        metadata: node types and edge types, `data.metadata()`; or as a JSON file has it.
-        heads: of the node-level attention.
-        negative_slope: of the LeakyReLU.
+        in_channels: channels of the nodes, one number or one for each type; −1: taken from the
+            first input.
+        out_channels: channels of the output, a multiple of `heads`.
+        metadata: node types and edge types, as `data.metadata()` or a JSON file gives them.
+        heads: number of heads of the node-level attention.
+        negative_slope: slope of the LeakyReLU.
         dropout_p, backend: as in `MultiHeadAttention`.
 
     Raises:
@@ -74,10 +75,10 @@ class HANAttention(TypedNodeAttention):
         self.type_proj = nn.Linear(out_channels, out_channels)
         self.type_query = nn.Parameter(torch.empty(out_channels))
         self.reset_parameters()
-        self._score()  # names a wrong slope now
+        self._score()  # raises for a wrong slope at construction
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform, each vector being a projection to one number; biases 0."""
+        """Set weights Xavier-uniform, a vector as a projection to one number, and biases to 0."""
         self.in_proj.reset_parameters()
         reset_linear(self.type_proj)
         for vector in (self.key_vector, self.query_vector, self.type_query):
@@ -90,18 +91,18 @@ class HANAttention(TypedNodeAttention):
         edge_index_dict: EdgesByType | TypedEdges,
         return_semantic_attention_weights: bool = False,
     ) -> dict[str, Annotated[Tensor, "_ out_channels"] | None]:
-        """What nodes gather from their neighbours of all types.
+        """Compute what nodes gather from their neighbours of all types.
 
         Args:
             x_dict: nodes [nodes, channels] by type.
-            edge_index_dict: by edge type, each as in `GraphAttention`, and their order is
-                remembered likewise; or `TypedEdges`.
-            return_semantic_attention_weights: give those too, as PyG's layer does.
+            edge_index_dict: edges by edge type, each as in `GraphAttention`, sorted once in the
+                same way; or `TypedEdges`.
+            return_semantic_attention_weights: return the weights of edge types too, as PyG does.
 
         Returns:
-            [nodes, out_channels] of each node type, None of one that no edge type leads to. With
-            `return_semantic_attention_weights` a pair, of that and of the weights of the edge types
-            into each node type, in the order of `edge_index_dict`.
+            Nodes [nodes, out_channels] by node type, None for a type that no edge type leads to.
+            With `return_semantic_attention_weights` a pair of that and of the weights of the edge
+            types into each node type, in the order of `edge_index_dict`.
 
         Raises:
             ValueError, TypeError, IndexError: nodes or edges of another shape or type.
@@ -125,7 +126,7 @@ class HANAttention(TypedNodeAttention):
         return outputs
 
     def _over_types(self, of_types: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """The average of what nodes have by each edge type [nodes, channels], and its weights."""
+        """Return the weighted mean of the edge types' outputs, and the weights."""
         if not of_types:
             return None, None
         stacked = torch.stack(of_types)
@@ -139,11 +140,11 @@ class HANAttention(TypedNodeAttention):
         return Additive(self.key_vector.new_ones(1), "leaky_relu", self.negative_slope)
 
     def _heads(self, x_dict: NodesByType, edge_index_dict: EdgesByType | TypedEdges) -> Heads:
-        """Queries and keys are one number, for an additive score."""
+        """Return heads whose queries and keys have one channel, for the additive score."""
         edges, types = as_typed_edges(edge_index_dict, x_dict, self.metadata)
         projected = self.in_proj(x_dict)
         nodes = torch.cat([projected[name] for name in edges.nodes])
-        # one product for the vectors of all types and heads, each of which reads its own head
+        # one matrix product for the vectors of all types and heads; each reads its own head
         vectors = torch.stack([self.query_vector[types], self.key_vector[types]])
         matrix = each_at_its_head(vectors).flatten(0, 2)
         scores = (nodes @ matrix.mT).view(-1, self.heads)

@@ -1,7 +1,7 @@
-"""From node features to queries, keys and values as heads, for each family of graph scores.
+"""Projections of node features to heads of queries, keys and values, for each graph score.
 
 `QueryKeyValueHeads` projects all three, as a Transformer does. In `GATv2Heads` the keys are the
-values. In `GATHeads` queries and keys are one number each, since GAT's score is a sum of two.
+values. In `GATHeads` queries and keys have one channel, since GAT's score is a sum of two numbers.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,8 @@ from attnkit.core.scores.learned import AdditiveScore, learned_score
 
 
 class NodeHeads(NamedTuple):
-    """What nodes give to attention: query [heads, targets, head_dim], key [heads, sources,
-    head_dim] and value [heads, sources, out_channels]; of a batch with its dimension before."""
+    """Query [heads, targets, head_dim], key [heads, sources, head_dim] and value [heads, sources,
+    out_channels] of nodes; those of a batch have its dimension first."""
 
     query: Tensor
     key: Tensor
@@ -26,23 +26,26 @@ class NodeHeads(NamedTuple):
 
 
 def first_nodes(heads: Tensor, count: int) -> Tensor:
-    """The first nodes of heads [heads, nodes, channels]; all of them are the tensor itself, since
-    the gradient of a slice is a new tensor of zeros that the slice's is copied into."""
+    """Return the first `count` nodes of heads [heads, nodes, channels].
+
+    If these are all nodes, it returns the tensor itself: the backward of a slice would copy the
+    gradient into a new tensor of zeros.
+    """
     return heads if heads.shape[-2] == count else heads[..., :count, :]
 
 
 def each_at_its_head(vectors: Tensor) -> Tensor:
-    """Vectors [..., heads, channels] as rows [..., heads, heads · channels] that read the channels
-    of their head and multiply all others by 0."""
+    """Return vectors [..., heads, channels] as rows [..., heads, heads · channels], which are 0
+    outside the channels of their own head."""
     eye = torch.eye(vectors.shape[-2], dtype=vectors.dtype, device=vectors.device)
     return (vectors[..., None, :] * eye[..., None]).flatten(-2)
 
 
 class GraphHeads(nn.Module):
-    """What the families have in common.
+    """The base class of the projections to heads.
 
-    in_channels: of sources and of targets. edge_dim: channels of the edges, whose projection
-    `edge_proj` has no bias; None: they carry nothing.
+    in_channels: channels of sources and of targets. edge_dim: channels of the edge features, whose
+    projection `edge_proj` has no bias; None: edges have no features.
     """
 
     def __init__(
@@ -55,26 +58,26 @@ class GraphHeads(nn.Module):
             self.edge_proj = nn.Linear(edge_dim, heads * out_channels, bias=False)
 
     def forward(self, source: Tensor, target: Tensor, *, is_one: bool = False) -> NodeHeads:
-        """The heads of nodes [nodes, channels].
+        """Return the heads of nodes [nodes, channels].
 
-        is_one: the targets are the first of the sources, or all.
+        is_one: the targets are the first of the sources, or all of them.
         """
         raise NotImplementedError
 
     def own(self, nodes: Tensor) -> Tensor:
-        """The nodes' values, [heads, nodes, out_channels]."""
+        """Return the nodes' values, [heads, nodes, out_channels]."""
         raise NotImplementedError
 
     def current_score(self) -> Score:
-        """The score with the parameters as they are now."""
+        """Return the score with the current parameters."""
         raise NotImplementedError
 
     def edge_features(self, features: Tensor) -> EdgeFeatures:
-        """What edges with these features [edges, edge_dim] add to keys and values."""
+        """Return what edges with features [edges, edge_dim] add to keys and values."""
         raise NotImplementedError
 
     def readers(self, sources: int, targets: int) -> list[tuple[nn.Linear, int]]:
-        """The layers that read nodes, each with the channels of those that it reads."""
+        """Return the layers that read node features, each with its number of input channels."""
         of_targets = "query_proj", "target_proj"
         return [
             (module, targets if name.endswith(of_targets) else sources)
@@ -83,7 +86,7 @@ class GraphHeads(nn.Module):
         ]
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, biases 0, scores as they begin."""
+        """Set matrices Xavier-uniform, biases to 0, and reset the score."""
         for module in self.children():
             if isinstance(module, nn.Linear):
                 reset_linear(module)
@@ -91,18 +94,18 @@ class GraphHeads(nn.Module):
                 reset()
 
     def _split(self, projected: Tensor) -> Tensor:
-        """[nodes, heads · channels] as [heads, nodes, channels]."""
+        """Return [nodes, heads · channels] as [heads, nodes, channels]."""
         return projected.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
 
     def _edge_weight(self, features: Tensor) -> Tensor:
-        """The projection of the edges by heads, [heads, out_channels, edge_dim], by which kernels
-        multiply edge by edge."""
+        """Return the edge projection split into heads, [heads, out_channels, edge_dim], which
+        kernels apply to one edge after the other."""
         assert self.edge_proj is not None
         return self._split(matrix_of(self.edge_proj, features)).mT
 
 
 class QueryKeyValueHeads(GraphHeads):
-    """Queries, keys and values each with a projection, for any score of queries and keys.
+    """Separate projections to queries, keys and values, for any score of queries and keys.
 
     Edges are projected once and added to keys and values, as in Shi et al. 2021.
     """
@@ -122,8 +125,8 @@ class QueryKeyValueHeads(GraphHeads):
             in_channels[1],
             heads,
             head_dim=out_channels,
-            # key_dim keeps three layers, also where sources are targets. One larger product makes
-            # a step 3 to 5 % longer: autograd copies the gradients of its parts into one tensor.
+            # key_dim keeps three layers, even if sources are targets: with one larger product a
+            # step takes 3 to 5 % longer, as autograd copies the gradients of its parts together
             key_dim=in_channels[0],
             bias=bias,
         )
@@ -145,9 +148,10 @@ class QueryKeyValueHeads(GraphHeads):
 
 
 class GATv2Heads(GraphHeads):
-    """Keys that are the values, and the score vᵀ LeakyReLU(q + k + W_e e) (Brody et al. 2022).
+    """Projections for the score vᵀ LeakyReLU(q + k + W_e e), whose values are its keys (Brody et
+    al. 2022).
 
-    share_weights: queries come from the projection of the keys too.
+    share_weights: the projection of the keys gives the queries too.
     """
 
     def __init__(
@@ -189,10 +193,10 @@ class GATv2Heads(GraphHeads):
 
 
 class GATHeads(GraphHeads):
-    """The score LeakyReLU(a_t·W x_i + a_s·W x_j + a_e·W_e e) (Veličković et al. 2018), which is
-    additive with queries a_t·W x_i and keys a_s·W x_j of one channel.
+    """Projections for the score LeakyReLU(a_t·W x_i + a_s·W x_j + a_e·W_e e) (Veličković et al.
+    2018), an additive score with queries a_t·W x_i and keys a_s·W x_j of one channel.
 
-    is_bipartite: targets have a projection of their own, which the scores alone read.
+    is_bipartite: targets have a projection of their own, which only the scores read.
     """
 
     def __init__(
@@ -217,10 +221,10 @@ class GATHeads(GraphHeads):
             None if edge_dim is None else nn.Parameter(torch.empty(heads, out_channels))
         )
         self.reset_parameters()
-        self.current_score()  # names a wrong slope now
+        self.current_score()  # raises for a wrong slope at construction
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform, each vector being a projection to one number; biases 0."""
+        """Set weights Xavier-uniform, a vector as a projection to one number, and biases to 0."""
         super().reset_parameters()
         bound = (6 / (self.key_vector.shape[1] + 1)) ** 0.5
         for vector in (self.query_vector, self.key_vector, self.edge_vector):
@@ -242,15 +246,15 @@ class GATHeads(GraphHeads):
         return NodeHeads(query, key, value)
 
     def _times(self, projected: Tensor, *vectors: Tensor) -> list[Tensor]:
-        """The product of each head of nodes [nodes, heads · channels] with its row of each of
-        these vectors [heads, channels], each [heads, nodes, 1].
+        """Multiply each head of nodes [nodes, heads · channels] with its row of each vector
+        [heads, channels]; return [heads, nodes, 1] for each vector.
 
-        It is one matrix product for all heads and vectors, with zeros outside of a head's
-        channels: a product for each head takes two to three times as long. Where a head's values
-        are not finite, the scores of all heads are NaN, since 0 · ∞ is.
+        This is one matrix product for all heads and vectors, with zeros outside a head's channels:
+        one product for each head takes two to three times as long. If a head's values are not
+        finite, the scores of all heads are NaN, because 0 · ∞ is NaN.
         """
         matrix = each_at_its_head(torch.stack(vectors)).flatten(0, 1)
-        scores = matrix @ projected.mT  # each head's next to each other, as kernels read them
+        scores = matrix @ projected.mT  # the scores of a head are contiguous, as kernels read them
         return [part[..., None] for part in scores.split(self.heads, dim=-2)]
 
     def own(self, nodes: Tensor) -> Tensor:

@@ -26,18 +26,19 @@ class HGTAttention(TypedNodeAttention):
         weight_h,e = softmax_e(p_h,r · (W_q,h,t(i) x_i) · (W_k,h,t(j) x_j) A_h,r / √head_dim)
         output_i = s · (W_o,t(i) gelu([head_1,i … head_H,i]) + b) + (1 − s) · x_i
 
-    where t is the type of a node, and s = sigmoid(skip_t(i)); without s and x_i for nodes whose
-    channels are not `out_channels`. Softmax is over the edges of all types into a node: one
-    attention over one set of edges, by the kernels of `Edges`. The paper adds x_i as it is; s is
-    that of the authors' code and of PyG's `HGTConv`, which `interop.from_pyg` takes over.
+    where t is the type of a node, and s = sigmoid(skip_t(i)); s and x_i are left out for nodes
+    whose channels are not `out_channels`. The softmax runs over the edges of all types into a node,
+    in one call of the edge kernels. The paper adds x_i without a factor; s is in the authors' code
+    and in PyG's `HGTConv`, which `interop.from_pyg` converts.
 
     Args:
-        in_channels: of the nodes, one number or one for each type; −1: those of the first input.
-        out_channels: of the output, a multiple of `heads`.
-        metadata: node types and edge types, `data.metadata()`; or as a JSON file has it.
-        heads: how many.
-        attention_mechanism: "across-relation"; or "within-relation", a softmax for each edge type,
-            and the sum of what they give.
+        in_channels: channels of the nodes, one number or one for each type; −1: taken from the
+            first input.
+        out_channels: channels of the output, a multiple of `heads`.
+        metadata: node types and edge types, as `data.metadata()` or a JSON file gives them.
+        heads: number of heads.
+        attention_mechanism: "across-relation", one softmax over all edge types; or
+            "within-relation", a softmax for each edge type and the sum of their outputs.
         dropout_p, backend: as in `MultiHeadAttention`.
 
     Raises:
@@ -75,7 +76,7 @@ class HGTAttention(TypedNodeAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, biases 0, priors and skips 1."""
+        """Set matrices Xavier-uniform, biases to 0, priors and skips to 1."""
         self.in_proj.reset_parameters()
         self.out_proj.reset_parameters()
         for weight in (self.key_weight, self.value_weight):
@@ -89,15 +90,15 @@ class HGTAttention(TypedNodeAttention):
         x_dict: NodesByType,
         edge_index_dict: EdgesByType | TypedEdges,
     ) -> dict[str, Annotated[Tensor, "_ out_channels"]]:
-        """What nodes gather from their neighbours of all types.
+        """Compute what nodes gather from their neighbours of all types.
 
         Args:
             x_dict: nodes [nodes, channels] by type.
-            edge_index_dict: by edge type, each as in `GraphAttention`, and their order is
-                remembered likewise; or `TypedEdges`.
+            edge_index_dict: edges by edge type, each as in `GraphAttention`, sorted once in the
+                same way; or `TypedEdges`.
 
         Returns:
-            [nodes, out_channels] of each node type that some edge type of the metadata leads to.
+            Nodes [nodes, out_channels] of each type that an edge type of the metadata leads to.
 
         Raises:
             ValueError, TypeError, IndexError: nodes or edges of another shape or type.

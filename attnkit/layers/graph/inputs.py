@@ -1,4 +1,4 @@
-"""What graph layers are given: nodes, edges and what edges carry, checked against each other."""
+"""Checks of the inputs of graph layers: nodes, edges and edge features."""
 
 from typing import Annotated, Any
 
@@ -16,21 +16,25 @@ Nodes = (
         Annotated[Tensor, "*batch targets target_channels"] | None,
     ]
 )
-"""Features of the nodes, or those of sources and of targets, None where these have none; of a batch
-[batch, nodes, channels] all have one graph."""
+"""Features of the nodes, or a pair of those of sources and of targets (None: targets have none).
+All items of a batch [batch, nodes, channels] share one graph."""
 
 Size = tuple[int | None, int | None]
-"""The number of sources and of targets, None where that is not known."""
+"""The number of sources and of targets; None: not known."""
 
 
 def sources_and_targets(
     x: Nodes, edge_index: Tensor | Edges, size: Size | None
 ) -> tuple[Tensor, Tensor]:
-    """Both, which may be one tensor; targets without features are [targets, 0].
+    """Return the features of sources and targets, which may be one tensor.
 
-    Of one tensor the targets are the first rows where `Edges` has fewer targets than sources. Of
-    targets without features there are as many as `size` or the edges say, else as many as sources.
-    TypeError for what are not tensors, ValueError for another number of them than `size`.
+    If x is one tensor and `Edges` has fewer targets than sources, the targets are its first rows.
+    Targets without features are a tensor [targets, 0]; their number is that of `size` or of the
+    edges, else that of the sources.
+
+    Raises:
+        TypeError: x is neither a tensor nor a pair.
+        ValueError: features of another shape, or numbers of nodes other than `size`.
     """
     if not isinstance(x, Tensor | tuple | list) or (not isinstance(x, Tensor) and len(x) != 2):
         raise TypeError(f"x: expected a tensor or a pair of tensors, got {type(x).__name__}")
@@ -57,7 +61,7 @@ def sources_and_targets(
             "x: expected sources and targets of one batch, "
             f"got {list(source.shape)} and {list(target.shape)}"
         )
-    sizes = source.shape[-2], target.shape[-2]  # len() would make a constant of it, where traced
+    sizes = source.shape[-2], target.shape[-2]  # len() would be a constant in a trace
     if size is not None and not (
         isinstance(size, tuple | list)
         and len(size) == 2
@@ -76,10 +80,13 @@ def check_graph(
     edge_dim: int | None,
     needs_targets: bool,
 ) -> tuple[Edges, Tensor | None]:
-    """The edges, and edge features [edges, edge_dim].
+    """Return the edges and the edge features [edges, edge_dim], checked.
 
-    in_channels: that sources and targets must have; without `needs_targets` targets may have none.
-    ValueError or TypeError name what is wrong.
+    in_channels: expected channels of sources and targets. Unless `needs_targets`, targets may have
+    no features.
+
+    Raises:
+        ValueError, TypeError: nodes, edges or features that do not fit.
     """
     for nodes, channels in zip((source, target), in_channels, strict=True):
         is_empty = nodes is target and nodes.shape[-1] == 0
@@ -94,20 +101,27 @@ def check_graph(
             raise TypeError(f"x: expected a floating-point tensor, got {nodes.dtype}")
     edges = as_edges(edge_index, target.shape[-2], source.shape[-2])
     if edges.edge_index.device != source.device:
-        raise ValueError(f"edge_index: is on {edges.edge_index.device}, x is on {source.device}")
+        raise ValueError(
+            f"edge_index: expected the device of x, {source.device}, got {edges.edge_index.device}"
+        )
     return edges, check_features(edge_attr, edges, edge_dim)
 
 
 def check_features(
     edge_attr: Tensor | None, edges: Edges, edge_dim: int | None
 ) -> Annotated[Tensor, "edges edge_dim"] | None:
-    """[edges, edge_dim], or None where there are to be none; ValueError or TypeError name what is
-    wrong."""
+    """Return the edge features as [edges, edge_dim], or None if `edge_dim` is None.
+
+    Raises:
+        ValueError, TypeError: features that are missing, not expected, or of another shape or type.
+    """
     if isinstance(edges, fx.Proxy):
         return edge_attr
     if edge_dim is None:
         if edge_attr is not None:
-            raise ValueError("edge_attr: given, but edge_dim is None: the layer reads none")
+            raise ValueError(
+                "edge_attr: expected None, since the layer has edge_dim=None, got features"
+            )
         return None
     if edge_attr is None:
         raise ValueError(f"edge_attr: expected [edges, {edge_dim}], got None")
@@ -117,8 +131,13 @@ def check_features(
 def rows_of_edges(
     argument: str, rows: Tensor, edges: Edges, columns: str, widths: tuple[int, ...]
 ) -> Annotated[Tensor, "edges _"]:
-    """What edges carry [edges, one of the widths], one column also without its dimension;
-    ValueError or TypeError name what is wrong."""
+    """Return features of edges as [edges, width], where the width is one of `widths`.
+
+    A single column may omit its dimension.
+
+    Raises:
+        ValueError, TypeError: rows of another shape or type.
+    """
     if not isinstance(rows, Tensor) or not rows.is_floating_point():
         given = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise TypeError(f"{argument}: expected a floating-point tensor, got {given}")
@@ -133,9 +152,9 @@ def rows_of_edges(
 
 
 class EdgeModule(nn.Module):
-    """A module that aggregates over edges, at which PyG's `to_hetero` ends in an error.
+    """A module that aggregates over edges, and that PyG's `to_hetero` refuses to trace.
 
-    PyG's tracer takes a module as a whole unless it has a `__call__` of its own.
+    It defines `__call__`, since PyG's tracer treats a module without one as a leaf.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,11 +163,11 @@ class EdgeModule(nn.Module):
 
 
 def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | None = None) -> Edges:
-    """`Edges` between so many nodes, from what users pass; given `Edges` are kept."""
+    """Return the user's edges as `Edges` between so many nodes; `Edges` are returned unchanged."""
     num_sources = num_targets if num_sources is None else num_sources
     if isinstance(edge_index, fx.Proxy):
         refuse_pyg_tracer(edge_index)
-        return edge_index  # each layer reads those of its edge type when it runs
+        return edge_index  # each layer reads the edges of its edge type when it runs
     if not isinstance(edge_index, Edges):
         if not isinstance(edge_index, Tensor):
             raise TypeError(
@@ -158,20 +177,23 @@ def as_edges(edge_index: Tensor | Edges, num_targets: int, num_sources: int | No
         return remembered_edges(edge_index, num_targets, num_sources)
     if edge_index.sizes != (num_targets, num_sources):
         raise ValueError(
-            f"edge_index: Edges has {edge_index.sizes[0]} targets and {edge_index.sizes[1]} "
-            f"sources, x has {num_targets} and {num_sources}"
+            f"edge_index: expected {num_targets} targets and {num_sources} sources, as x has, "
+            f"got Edges with {edge_index.sizes[0]} and {edge_index.sizes[1]}"
         )
     return edge_index
 
 
 def refuse_pyg_tracer(*arguments: object) -> None:
-    """TypeError where PyG's `to_hetero` traces: it would not sum over edge types, since only its
-    own `MessagePassing` aggregates over edges to it."""
+    """Raise a TypeError if PyG's `to_hetero` traces the call.
+
+    It would not sum over edge types, since it recognises only PyG's `MessagePassing` as a module
+    that aggregates over edges.
+    """
     for argument in arguments:
         if not isinstance(argument, fx.Proxy):
             continue
         if type(argument.tracer).__module__.partition(".")[0] == "torch_geometric":
             raise TypeError(
-                "to_hetero: PyG's own gives one output for each edge type of attnkit's layers; "
-                "use attnkit.interop.to_hetero, with the same arguments"
+                "to_hetero: PyG's function does not sum attnkit's layers over edge types; "
+                "use attnkit.interop.to_hetero with the same arguments"
             )

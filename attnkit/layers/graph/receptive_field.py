@@ -1,4 +1,4 @@
-"""What the outputs of a graph network at some nodes depend on."""
+"""The receptive field: the nodes and edges that a graph network's outputs depend on."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from attnkit.layers.graph.inputs import as_edges, check_features
 class ReceptiveField:
     """The nodes and edges that the outputs at some nodes depend on, layer by layer.
 
-    A loss of 140 labels needs the last layer at 140 nodes, the layer before at their neighbours,
-    and so on: the outputs are those of the whole graph, without computing what is not needed. A
-    model that is given it instead of edges returns the wanted nodes alone, in their order.
+    A loss over 140 labels needs the last layer at 140 nodes, the layer before at their neighbours,
+    and so on. The outputs equal those of the whole graph, without computing what is not needed. A
+    model that gets a receptive field instead of edges returns only the wanted nodes, in their
+    order.
 
         field = ReceptiveField.of(edge_index, len(x), train_nodes, model.num_hops)
         logits = model(field.rows(x), field)        # = model(x, edge_index)[train_nodes]
 
-    nodes: the nodes to read, the wanted ones first, then those an edge away, and so on.
-    edges: of each layer, the first one first, between places in `nodes`. The targets of a layer
-        are the first of its sources, and the sources of the next layer.
-    kept: which of the caller's edges those of each layer are.
+    nodes: the nodes to read: the wanted ones first, then those one edge away, and so on.
+    edges: the edges of each layer, first layer first, as positions in `nodes`. The targets of a
+        layer are the first of its sources, and the sources of the next layer.
+    kept: for each layer, the indices of its edges among the caller's.
     """
 
     nodes: Annotated[Tensor, "_", int]
@@ -43,13 +44,13 @@ class ReceptiveField:
         wanted: Annotated[Tensor, "targets", int],
         num_layers: int,
     ) -> ReceptiveField:
-        """Of so many layers, each of which sends messages along edges once.
+        """Return the receptive field of layers that each send messages along edges once.
 
         Args:
             edge_index: sources in row 0, targets in row 1.
-            num_nodes: of the graph.
-            wanted: the nodes, each once.
-            num_layers: at least 1.
+            num_nodes: number of nodes of the graph.
+            wanted: the nodes whose outputs are needed, each once.
+            num_layers: number of layers, at least 1.
 
         Raises:
             ValueError: a node that is wanted twice.
@@ -75,11 +76,11 @@ class ReceptiveField:
 
     @property
     def num_edges(self) -> int:
-        """Of all layers together."""
+        """Number of edges of all layers together."""
         return sum(edges.num_edges for edges in self.edges)
 
     def rows(self, x: Annotated[Tensor, "nodes channels"]) -> Annotated[Tensor, "_ channels"]:
-        """The features of the nodes to read, from those of all nodes, dense or sparse CSR."""
+        """Select the features of the nodes to read from those of all nodes, dense or sparse CSR."""
         return chosen_rows(x, self.nodes)
 
 
@@ -90,11 +91,11 @@ def edges_of_layers(
     num_layers: int,
     edge_dim: int | None,
 ) -> Sequence[tuple[Edges, Tensor | None]]:
-    """The edges of each layer, and what they carry.
+    """Return the edges and edge features of each layer.
 
     Raises:
-        ValueError, TypeError: a receptive field of another number of nodes or layers, edges or what
-            they carry of another shape or type; before anything is computed or drawn.
+        ValueError, TypeError: a receptive field of another number of nodes or layers; edges or
+            features of another shape or type. All checks precede any computation.
     """
     if not isinstance(edge_index, ReceptiveField):
         edges = as_edges(edge_index, num_nodes)
@@ -102,8 +103,8 @@ def edges_of_layers(
     given = len(edge_index.nodes), len(edge_index.edges)
     if given != (num_nodes, num_layers):
         raise ValueError(
-            f"edge_index: the receptive field is of {given[0]} nodes and {given[1]} layers, "
-            f"expected {num_nodes}, as x has, and {num_layers}"
+            f"edge_index: expected a receptive field of {num_nodes} nodes, as x has, and "
+            f"{num_layers} layers, got {given[0]} nodes and {given[1]} layers"
         )
     attributes = [edge_attr if edge_attr is None else edge_attr[kept] for kept in edge_index.kept]
     hops = zip(edge_index.edges, attributes, strict=True)

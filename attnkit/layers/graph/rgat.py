@@ -30,27 +30,28 @@ class RGATAttention(TypedAttention):
         output_i = Σ_e weight_e · W_r x_j + b        over the edges e of relation r from j to i
         weight_e = softmax_e(score_e),   score_e = LeakyReLU(Q W_r x_i + K W_r x_j + E e_ij)
 
-    or, multiplicative, score_e = Q W_r x_i · K W_r x_j · E e_ij, without the last factor where
-    edges carry nothing. Softmax is over the edges of all relations into a node, "across-relation"
-    (the paper's ARGAT), or of each, "within-relation" (WIRGAT), whose outputs are summed. Either is
-    one attention over one set of edges, by the kernels of `Edges`. PyG's `RGATConv`, whose weights
-    `interop.from_pyg` takes over, and whose Q and K read all heads.
+    or, if multiplicative, score_e = Q W_r x_i · K W_r x_j · E e_ij, without the last factor if
+    edges have no features. The softmax runs over the edges of all relations into a node,
+    "across-relation" (the paper's ARGAT), or over those of each relation, "within-relation"
+    (WIRGAT), and the outputs are summed. Both are one call of the edge kernels. Equal to PyG's
+    `RGATConv`, which `interop.from_pyg` converts and whose Q and K read all heads.
 
     Args:
-        in_channels: of the nodes.
-        out_channels: of a head.
-        num_relations: how many edge types there are.
-        num_bases: W_r is a sum of so many matrices that relations share (basis decomposition).
-        num_blocks: W_r consists of so many blocks on its diagonal.
+        in_channels: channels of the nodes.
+        out_channels: channels of a head.
+        num_relations: number of edge types.
+        num_bases: number of matrices that relations share and W_r is a combination of (basis
+            decomposition); None: no sharing.
+        num_blocks: number of diagonal blocks that W_r consists of; None: W_r is a full matrix.
         attention_mechanism: "across-relation" or "within-relation".
         attention_mode: "additive-self-attention" or "multiplicative-self-attention".
-        heads: how many.
-        dim: scores of a head, each with an output of its own; 1 for additive attention.
-        concat: heads side by side, heads · dim · out_channels; False: their mean.
-        negative_slope: of the LeakyReLU.
+        heads: number of heads.
+        dim: number of scores of a head, each with an output of its own; 1 for additive attention.
+        concat: True concatenates the heads, heads · dim · out_channels; False takes their mean.
+        negative_slope: slope of the LeakyReLU.
         dropout_p, backend: as in `MultiHeadAttention`.
-        edge_dim: channels of the edges; None: they carry nothing.
-        bias: whether the output has one.
+        edge_dim: channels of the edge features; None: edges have no features.
+        bias: whether the output adds a bias.
 
     Raises:
         ValueError: options that do not fit.
@@ -88,7 +89,7 @@ class RGATAttention(TypedAttention):
         choice(get_args(AttentionMode), attention_mode=attention_mode)
         is_additive = attention_mode == "additive-self-attention"
         if is_additive and dim != 1:
-            raise ValueError(f"dim: expected 1 of additive attention, got {dim}")
+            raise ValueError(f"dim: expected 1 for additive attention, got {dim}")
         if not is_additive and negative_slope != 0.2:
             raise ValueError(
                 f"negative_slope: only additive attention has one, got {negative_slope}"
@@ -130,7 +131,7 @@ class RGATAttention(TypedAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, the bias 0."""
+        """Set matrices Xavier-uniform and the bias to 0."""
         for name, parameter in self.named_parameters():
             if name == "bias":
                 nn.init.zeros_(parameter)
@@ -146,18 +147,18 @@ class RGATAttention(TypedAttention):
         edge_attr: Annotated[Tensor, "edges edge_dim"] | Annotated[Tensor, "edges"] | None = None,
         return_attention_weights: bool | None = None,
     ) -> Annotated[Tensor, "nodes out_channels"]:
-        """What nodes gather from their neighbours of all relations.
+        """Compute what nodes gather from their neighbours of all relations.
 
         Args:
-            x: of `HeteroData`, that of `data.to_homogeneous()`, which has `edge_type`, too.
-            edge_index: sources and targets, whose order is remembered; or
+            x: nodes; `HeteroData` gives them, and `edge_type`, by `data.to_homogeneous()`.
+            edge_index: sources and targets, sorted once as in `GraphAttention`; or
                 `TypedEdges(edge_index, num_nodes, edge_type, num_relations)`.
             edge_type: the relation of each edge; None with `TypedEdges`.
-            edge_attr: features of the edges; one channel may lack its dimension.
-            return_attention_weights: give (edges, weights) too, as PyG's layer does.
+            edge_attr: features of the edges; a single channel may omit its dimension.
+            return_attention_weights: return (edges, weights) too, as PyG's layer does.
 
         Returns:
-            Nodes with heads · dim · out_channels, or without `concat` dim · out_channels.
+            Nodes with heads · dim · out_channels, or dim · out_channels without `concat`.
 
         Raises:
             ValueError, TypeError, IndexError: nodes or edges of another shape or type.
@@ -182,14 +183,14 @@ class RGATAttention(TypedAttention):
         rows: Indices = None,
         heads: Indices = None,
     ) -> Annotated[Tensor, "rows chosen_heads"]:
-        """The weights that `forward` uses on the same arguments, before dropout.
+        """Return the weights that `forward` uses on the same arguments, before dropout.
 
         Args:
             rows: which edges, None for all.
             heads: which of `heads · dim`, None for all.
 
         Returns:
-            Row e for edge e of `edge_index`.
+            Row e belongs to edge e of `edge_index`.
         """
         given = self._heads(x, edge_index, edge_type, edge_attr)
         return of_edges(self._weights(given), rows, heads)
@@ -201,7 +202,7 @@ class RGATAttention(TypedAttention):
         edge_type: Tensor | None,
         edge_attr: Tensor | None,
     ) -> Heads:
-        """Queries and keys are 0: the scores are what each edge adds to them."""
+        """Return heads whose queries and keys are 0; the edge bias holds the scores."""
         if x.ndim != 2 or x.shape[1] != self.in_channels:
             raise ValueError(f"x: expected [nodes, {self.in_channels}], got {list(x.shape)}")
         if isinstance(edge_index, TypedEdges):
@@ -234,7 +235,7 @@ class RGATAttention(TypedAttention):
         return Heads(edges, query, key, value, EdgeFeatures(bias=scores.T))
 
     def _relation_weight(self) -> Tensor:
-        """W of each relation, [relations, in_channels, heads · out_channels]."""
+        """Return W of each relation, [relations, in_channels, heads · out_channels]."""
         if self.num_bases is not None:
             return torch.tensordot(self.coefficients, self.bases, dims=1)
         if self.num_blocks is not None:
@@ -244,7 +245,7 @@ class RGATAttention(TypedAttention):
         return self.weight
 
     def _carried(self, edges: Edges, edge_attr: Tensor | None) -> Tensor | None:
-        """What features of the edges make of their scores, [edges, heads · dim]."""
+        """Return the edge features' part of the scores, [edges, heads · dim]."""
         edge_attr = check_features(edge_attr, edges, self.edge_dim)
         if self.edge_proj is None or edge_attr is None:
             return None

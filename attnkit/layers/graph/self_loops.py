@@ -1,6 +1,6 @@
-"""What self-loops carry.
+"""Features of added self-loops.
 
-The graph itself is `Edges.with_loops`: the caller's edges but self-loops, then one for each node.
+`Edges.with_loops` has the caller's edges without self-loops, then one self-loop for each node.
 """
 
 from typing import Annotated, Literal
@@ -11,17 +11,20 @@ from torch import Tensor
 from attnkit.core.masks.edges import Edges
 
 FillValue = float | Annotated[Tensor, "#edge_dim"] | Literal["mean", "add", "min", "max", "mul"]
-"""Features of a self-loop: a number, one for each channel, or what is made of the features of the
-other edges into its node."""
+"""Features of a self-loop: one number, a number for each channel, or the name of a reduction over
+the features of the other edges into its node."""
 
 _REDUCTIONS = {"mean": "mean", "add": "sum", "min": "amin", "max": "amax", "mul": "prod"}
 
 
 def check_fill_value(fill_value: object, *, is_read: bool) -> None:
-    """ValueError or TypeError unless it is one, or where it would not be read."""
+    """Raise a ValueError or TypeError if the fill value is invalid, or given but not read."""
     is_default = isinstance(fill_value, str) and fill_value == "mean"
     if not (is_read or is_default):
-        raise ValueError("fill_value: needs add_self_loops=True and edge_dim, got one without them")
+        raise ValueError(
+            "fill_value: expected 'mean', the default, without add_self_loops=True and edge_dim, "
+            f"got {fill_value!r}"
+        )
     if isinstance(fill_value, str):
         if fill_value not in _REDUCTIONS:
             names = ", ".join(map(repr, _REDUCTIONS))
@@ -31,7 +34,7 @@ def check_fill_value(fill_value: object, *, is_read: bool) -> None:
 
 
 def looped_features(features: Tensor, looped: Edges, fill_value: FillValue) -> Tensor:
-    """The features of `edges.with_loops`, from those of `edges`, [edges, edge_dim]."""
+    """Return the edge features of `edges.with_loops`, given those of `edges` [edges, edge_dim]."""
     num_loops, edge_dim = min(looped.sizes), features.shape[1]
     assert looped.proper is not None
     proper = features[looped.proper]

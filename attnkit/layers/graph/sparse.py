@@ -1,7 +1,7 @@
-"""Layers that take sparse inputs too: dropout and a linear layer that touch the non-zeros only.
+"""Dropout and a linear layer that also take sparse inputs and then read only their non-zeros.
 
-A bag of words is 1 % non-zero: on Cora's 2,708 × 1,433 features, dropout and the first product take
-most of a dense training step.
+A bag of words is 1 % non-zero: on Cora's 2,708 × 1,433 features, dropout and the first matrix
+product take most of a dense training step.
 """
 
 from typing import Annotated
@@ -16,8 +16,8 @@ from attnkit.core.operators.sparse import linear, with_values
 class SparseDropout(nn.Dropout):
     """`torch.nn.Dropout` that also takes a sparse CSR matrix and draws for its non-zeros only.
 
-    Each is 0 with probability p, else divided by 1 − p, which is the distribution of the dense
-    matrix's dropout, since a zero stays one. The pattern of the non-zeros is kept.
+    A non-zero becomes 0 with probability p and is divided by 1 − p otherwise. This has the same
+    distribution as dropout of the dense matrix, whose zeros stay 0. The sparsity pattern is kept.
     """
 
     def forward(
@@ -31,7 +31,7 @@ class SparseDropout(nn.Dropout):
 
 
 class SparseLinear(nn.Linear):
-    """`torch.nn.Linear` that also takes a sparse CSR matrix; equal parameters, equal output.
+    """`torch.nn.Linear` that also takes a sparse CSR matrix, with the same parameters and output.
 
     Raises:
         ValueError: a sparse input requires a gradient, which would be dense.
@@ -41,5 +41,8 @@ class SparseLinear(nn.Linear):
         self, input: Annotated[Tensor, "*nodes in_channels"]
     ) -> Annotated[Tensor, "*nodes out_channels"]:
         if input.layout == torch.sparse_csr and input.requires_grad:
-            raise ValueError("x: expected features without a gradient; x.to_dense() can have one")
+            raise ValueError(
+                "x: expected sparse features without requires_grad, got requires_grad=True; "
+                "pass x.to_dense()"
+            )
         return linear(input, self.weight, self.bias)

@@ -21,20 +21,20 @@ class GraphTransformerBlock(nn.Module):
         x = x + dropout(local(y)) + dropout(global(y))
         x = x + mlp(norm(x))
 
-    Local attention goes along the edges; global attention from every node to all nodes of its
-    graph, graphs packed one after the other without padding. GraphGPS normalizes after each branch
-    rather than before all of them.
+    Local attention goes along the edges, global attention from every node to all nodes of its
+    graph; graphs are concatenated without padding. GraphGPS normalizes after each branch instead of
+    before both.
 
     Nodes [nodes, dim] in and out.
 
     Args:
         dim: channels of the nodes.
-        heads: of either attention, a divisor of `dim`.
-        local: the score of the local attention, as in `GraphAttention`; None: there is none.
+        heads: number of heads of each attention, a divisor of `dim`.
+        local: the score of the local attention, as in `GraphAttention`; None: no local attention.
         global_attention: "softmax"; "linear", in time linear in the nodes, for large graphs; None:
-            there is none.
-        edge_dim: channels of the edges, which local attention reads; None: they carry nothing.
-        attention_dropout_p: of the attention weights, which "linear" does not have.
+            no global attention.
+        edge_dim: channels of the edge features, which local attention reads; None: no features.
+        attention_dropout_p: dropout of the attention weights, which "linear" does not have.
         mlp_ratio, dropout_p, activation, backend: as in `TransformerBlock`.
 
     Raises:
@@ -95,8 +95,11 @@ class GraphTransformerBlock(nn.Module):
         *,
         mask: Mask | None = None,
     ) -> Tensor:
-        """The nodes after the block; `mask` is that of global attention, `Packed` for several
-        graphs."""
+        """Return the nodes after the block.
+
+        Args:
+            mask: the mask of global attention, `Packed` for several graphs.
+        """
         normed = self.attention_norm(x)
         if self.local is not None:
             x = x[: edges.sizes[0]] + self.dropout(

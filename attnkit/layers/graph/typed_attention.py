@@ -1,4 +1,4 @@
-"""What the attentions over typed edges share: the attention itself, and linear layers by type."""
+"""Base classes of attention over typed edges, and linear layers by node type."""
 
 from collections.abc import Mapping
 from typing import Annotated, NamedTuple, get_args
@@ -26,10 +26,10 @@ from attnkit.layers.graph.typed_edges import (
 
 
 class Heads(NamedTuple):
-    """What attention over typed edges is computed from.
+    """The inputs of attention over typed edges.
 
-    query: [heads, targets, head_dim], of nodes, or of pairs of an edge type and a node.
-    key, value: [heads, sources, head_dim], of such pairs.
+    query: [heads, targets, head_dim]; a target is a node, or a pair of an edge type and a node.
+    key, value: [heads, sources, head_dim]; a source is such a pair.
     """
 
     edges: TypedEdges
@@ -40,9 +40,9 @@ class Heads(NamedTuple):
 
 
 class TypedAttention(nn.Module):
-    """One attention over edges of several types, which is computed from `Heads`.
+    """Attention over edges of several types, computed from `Heads` in one call.
 
-    heads: how many.
+    heads: number of heads.
     attention_mechanism: "across-relation" or "within-relation".
     dropout_p, backend: as in `MultiHeadAttention`.
     """
@@ -64,7 +64,7 @@ class TypedAttention(nn.Module):
         return "scaled_dot"
 
     def _attend(self, given: Heads) -> Tensor:
-        """The output of the targets, [heads, targets, channels]."""
+        """Return the output of the targets, [heads, targets, channels]."""
         return attend(
             given.query,
             given.key,
@@ -77,7 +77,7 @@ class TypedAttention(nn.Module):
         )
 
     def _weights(self, given: Heads) -> Tensor:
-        """The weights that `_attend` uses, before dropout, [edges, heads]."""
+        """Return the weights that `_attend` uses, before dropout, [edges, heads]."""
         edges = given.edges.mask(self.attention_mechanism)
         return edge_weights(
             given.query, given.key, edges, score=self._score(), edge_features=given.features
@@ -85,12 +85,13 @@ class TypedAttention(nn.Module):
 
 
 class TypedNodeAttention(TypedAttention):
-    """One whose nodes have types too, each type its own projection.
+    """Attention over typed edges between typed nodes; each node type has a projection of its own.
 
-    in_channels: of the nodes, one number or one for each type; −1: those of the first input.
-    out_channels: of the output, a multiple of `heads`.
+    in_channels: channels of the nodes, one number or one for each type; −1: taken from the first
+        input.
+    out_channels: channels of the output, a multiple of `heads`.
     metadata: node types and edge types.
-    width: of what a node is projected to.
+    width: number of channels that a node is projected to.
     """
 
     def __init__(
@@ -120,14 +121,14 @@ class TypedNodeAttention(TypedAttention):
         rows: Indices = None,
         heads: Indices = None,
     ) -> Annotated[Tensor, "rows chosen_heads"]:
-        """The weights of edges that `forward` uses on the same arguments, before dropout.
+        """Return the weights of edges that `forward` uses on the same arguments, before dropout.
 
         Args:
             rows: which edges, None for all.
             heads: which heads, None for all.
 
         Returns:
-            A row for each edge, one edge type after the other; `TypedEdges.by_type` splits them.
+            One row for each edge, ordered by edge type; `TypedEdges.by_type` splits them.
         """
         return of_edges(self._weights(self._heads(x_dict, edge_index_dict)), rows, heads)
 
@@ -139,7 +140,7 @@ class TypedNodeAttention(TypedAttention):
 
 
 def channels_by_type(in_channels: int | Mapping[str, int], node_types: list[str]) -> dict[str, int]:
-    """The channels of each node type, of one number for all or a dict."""
+    """Return the channels of each node type, from one number for all or a dict."""
     if isinstance(in_channels, int):
         return dict.fromkeys(node_types, in_channels)
     if set(in_channels) != set(node_types):
@@ -153,7 +154,7 @@ def channels_by_type(in_channels: int | Mapping[str, int], node_types: list[str]
 class TypedLinear(nn.Module):
     """y_i = W_t x_i + b_t for a node i of type t.
 
-    in_channels: by node type; −1: those of the type's first input.
+    in_channels: channels by node type; −1: taken from the type's first input.
     """
 
     def __init__(self, in_channels: dict[str, int], out_channels: int) -> None:
@@ -169,13 +170,13 @@ class TypedLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices, biases 0."""
+        """Set matrices Xavier-uniform and biases to 0."""
         for layer in self.layers:
             if isinstance(layer, nn.Linear) and not is_lazy(layer.weight):
                 reset_linear(layer)
 
     def forward(self, x_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Nodes [nodes, channels] by type; types may lack."""
+        """Project nodes [nodes, channels] by type; types may be missing."""
         outputs = {}
         for name, layer in zip(self.types, self.layers, strict=True):
             if name not in x_dict:
@@ -185,7 +186,7 @@ class TypedLinear(nn.Module):
                 layer.weight.materialize((layer.out_features, channels))
                 layer.in_features = channels
                 reset_linear(layer)
-            expected = getattr(layer, "in_features", channels)  # what wraps a layer may not say it
+            expected = getattr(layer, "in_features", channels)  # a wrapper may not have it
             if channels != expected:
                 raise ValueError(
                     f"x_dict: expected [nodes, {expected}] of {name!r}, "

@@ -1,4 +1,4 @@
-"""The edges of a heterogeneous graph as one set, with a type each."""
+"""The edges of a heterogeneous graph as one set of edges with types."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,18 +20,19 @@ EdgesByType = Mapping[EdgeType, Annotated[Tensor, "2 _", int]]
 """Edges [2, edges] by edge type, or sparse matrices [targets, sources]."""
 
 Metadata = tuple[list[str], list[EdgeType]]
-"""Node types and edge types, as PyG's `HeteroData.metadata()` gives them; of a JSON file, which has
-no tuples, lists will do."""
+"""Node types and edge types, as PyG's `HeteroData.metadata()` gives them; lists are accepted for
+tuples, which JSON files do not have."""
 
 AttentionMechanism = Literal["across-relation", "within-relation"]
-"""Whether the weights of all edges into a node sum to 1, or those of each type."""
+"""Whether the weights into a node sum to 1 over the edges of all types, or of each type."""
 
 
 def as_metadata(metadata: Metadata) -> Metadata:
-    """The same with edge types that are tuples; ValueError names what is none."""
+    """Return the metadata with edge types as tuples; raise a ValueError for invalid ones."""
     if not isinstance(metadata, list | tuple) or len(metadata) != 2:
         raise ValueError(
-            f"metadata: expected (node types, edge types), as data.metadata() is, got {metadata!r}"
+            "metadata: expected (node types, edge types), as data.metadata() returns, "
+            f"got {metadata!r}"
         )
     node_types = [*metadata[0]]
     edge_types = [tuple(key) if isinstance(key, list) else key for key in metadata[1]]
@@ -41,7 +42,7 @@ def as_metadata(metadata: Metadata) -> Metadata:
 
 
 def _check_edge_type(argument: str, key: object, node_types: Iterable[str]) -> None:
-    """ValueError unless it is a tuple of three that joins nodes of these types."""
+    """Raise a ValueError unless `key` is a tuple of three that joins nodes of these types."""
     if not isinstance(key, tuple) or len(key) != 3:
         raise ValueError(f"{argument}: expected (source, relation, target), got {key!r}")
     for name in key[::2]:
@@ -53,10 +54,10 @@ def _check_edge_type(argument: str, key: object, node_types: Iterable[str]) -> N
 
 
 class Pairs(NamedTuple):
-    """The pairs of a type and a node that some edge has, one type after the other.
+    """The pairs of an edge type and a node that occur in some edge, ordered by type.
 
-    type, node: of each pair, [pairs]. counts: how many of each type. of_edge: the pair of each
-    edge, [edges].
+    type, node: type and node of each pair, [pairs]. counts: number of pairs of each type. of_edge:
+    index of the pair of each edge, [edges].
     """
 
     type: Tensor
@@ -72,22 +73,23 @@ class TypedEdges:
         edges = TypedEdges(edge_index, num_nodes, edge_type, num_types)
 
     One softmax over edges of several types is attention over one set of edges. Its targets are the
-    nodes of all types, one type after the other; its sources are pairs of an edge type and a node,
-    since keys and values depend on both. Only pairs that occur are counted. What is given is
-    copied: what is written to it afterwards changes nothing.
+    nodes of all types, ordered by type; its sources are pairs of an edge type and a node, since
+    keys and values depend on both. Only pairs that occur are counted. The given tensors are copied,
+    so writing to them afterwards changes nothing.
 
-    Layers that are given the dict, or the tensors, make this object at the first call and remember
-    it as long as the first tensor lives. They make another where numbers were written to.
+    Layers that are called with the dict or the tensors make this object at the first call and
+    remember it as long as the first tensor lives. They make a new one after a tensor was written
+    to.
 
     Args:
-        edge_index: by edge type, each as in `Edges`; or integers [2, edges] between nodes of one
-            type.
-        num_nodes: by node type; or a number.
-        edge_type: of each edge, integers from 0 [edges]; None where `edge_index` says it.
-        num_types: of the edges; likewise.
+        edge_index: edges by edge type, each as in `Edges`; or integers [2, edges] between nodes of
+            one type.
+        num_nodes: number of nodes by node type; or one number.
+        edge_type: type of each edge, integers from 0 [edges]; None if `edge_index` is a dict.
+        num_types: number of edge types; None if `edge_index` is a dict.
 
     Raises:
-        TypeError, ValueError, IndexError: as `Edges`; types that do not fit.
+        TypeError, ValueError, IndexError: edges that `Edges` refuses; types that do not fit.
     """
 
     def __init__(
@@ -102,7 +104,8 @@ class TypedEdges:
         if isinstance(edge_index, Mapping) and isinstance(num_nodes, Mapping):
             if edge_type is not None or num_types is not None:
                 raise ValueError(
-                    "edge_type and num_types: leave out, the keys of edge_index are the types"
+                    "edge_type and num_types: expected None, since the keys of edge_index are the "
+                    "types; leave both out"
                 )
             self._read_types(edge_index, num_nodes)
         elif isinstance(edge_index, Tensor) and isinstance(num_nodes, int):
@@ -124,7 +127,7 @@ class TypedEdges:
             try:
                 edges = Edges(given, (num_nodes[key[0]], num_nodes[key[2]])).edge_index
             except (TypeError, ValueError, IndexError) as error:
-                raise type(error)(f"{error}, of {key}") from None
+                raise type(error)(f"{error}, for the edge type {key}") from None
             first = [self.nodes[name].start for name in (key[0], key[2])]
             parts.append(edges.long() + torch.tensor(first, device=edges.device)[:, None])
         if not parts:
@@ -180,24 +183,24 @@ class TypedEdges:
 
     @cached
     def across(self) -> Edges:
-        """From pairs of an edge type and a source to nodes."""
+        """The edges from pairs of an edge type and a source to nodes."""
         edges = torch.stack([self.sources.of_edge, self.edge_index[1]])
         return Edges(edges, self.num_nodes, len(self.sources.node))
 
     @cached
     def within(self) -> Edges:
-        """From pairs of an edge type and a source to those of the same type and a target."""
+        """The edges from pairs of an edge type and a source to pairs of that type and a target."""
         edges = torch.stack([self.sources.of_edge, self.targets.of_edge])
         return Edges(edges, len(self.targets.node), len(self.sources.node))
 
     def mask(self, mechanism: AttentionMechanism) -> Edges:
-        """The edges of all types as one mask: `across` or `within`."""
+        """Return the edges of all types as one mask: `across` or `within`."""
         return self.across if mechanism == "across-relation" else self.within
 
     def summed(
         self, output: Annotated[Tensor, "heads _ channels"], mechanism: AttentionMechanism
     ) -> Annotated[Tensor, "heads nodes channels"]:
-        """What nodes get of all edge types, [heads, nodes, channels], of what `mask` gave."""
+        """Sum attention outputs over edge types; `output` is that of attention with `mask`."""
         if mechanism == "across-relation":
             return output
         nodes = output.new_zeros(output.shape[0], self.num_nodes, output.shape[2])
@@ -206,25 +209,25 @@ class TypedEdges:
     def of_sources(
         self, key: EdgeType, rows: Annotated[Tensor, "_ channels"]
     ) -> Annotated[Tensor, "_ channels"]:
-        """The rows of a node type that belong to the sources of an edge type."""
+        """Select the rows of a node type that belong to the sources of an edge type."""
         nodes = self._sources_by_type[tuple(key)]  # type: ignore[index]
         return rows if nodes is None else rows.index_select(0, nodes)
 
     @cached
     def _sources_by_type(self) -> dict[EdgeType, Tensor | None]:
-        """The nodes of `sources` by edge type, counted from those of their type; None: all."""
-        found = {}
+        """The nodes of `sources` by edge type, numbered within their node type; None: all nodes."""
+        sources: dict[EdgeType, Tensor | None] = {}
         parts = self.sources.node.split(self.sources.counts)
         for key, part in zip(self.edge_types, parts, strict=True):
             nodes = self.nodes[key[0]]
             is_all = len(part) == nodes.stop - nodes.start
-            found[key] = None if is_all else part - nodes.start
-        return found
+            sources[key] = None if is_all else part - nodes.start
+        return sources
 
     def by_type(
         self, rows: Annotated[Tensor, "edges heads"]
     ) -> dict[EdgeType, Annotated[Tensor, "_ heads"]]:
-        """Rows of the edges as those of each edge type; of edges that were given by type."""
+        """Split the rows of edges by edge type; only for edges that were given by type."""
         return dict(zip(self.edge_types, rows.split(self.counts), strict=True))
 
 
@@ -234,9 +237,9 @@ def remembered_typed_edges(
     edge_type: Tensor | None = None,
     num_types: int | None = None,
 ) -> TypedEdges:
-    """`TypedEdges` of these tensors, the object that an earlier call made or a new one.
+    """Return the `TypedEdges` that an earlier call made of these tensors, or new ones.
 
-    Tensors and sizes are compared with those of then, as `remembered_edges` does it.
+    Tensors and sizes are compared with those of the earlier call, as in `remembered_edges`.
     """
 
     def make() -> TypedEdges:
@@ -245,20 +248,20 @@ def remembered_typed_edges(
     if isinstance(edge_index, Mapping):
         nodes = tuple(num_nodes.items()) if isinstance(num_nodes, Mapping) else num_nodes
         return remembered_of([*edge_index.values()], (*edge_index, nodes), make)
-    # kept with the types: GraphAttention keeps its `Edges` with the edges
+    # keyed on edge_type first: GraphAttention remembers its `Edges` with edge_index
     return remembered_of([edge_type, edge_index], (num_nodes, num_types), make)
 
 
 def as_typed_edges(
     edge_index: EdgesByType | TypedEdges, x: NodesByType, metadata: Metadata
 ) -> tuple[TypedEdges, list[int]]:
-    """The edges between these nodes, and the place in the metadata of each of their types."""
+    """Return the edges between these nodes, and the index of each edge type in the metadata."""
     node_types, edge_types = metadata
     num_nodes = {}
     for name, nodes in x.items():
         if name not in node_types:
             names = ", ".join(map(repr, node_types))
-            raise ValueError(f"x_dict: the layer has the node types {names}, got {name!r}")
+            raise ValueError(f"x_dict: expected node types of the layer, {names}, got {name!r}")
         if not isinstance(nodes, Tensor) or nodes.ndim != 2:
             given = list(nodes.shape) if isinstance(nodes, Tensor) else type(nodes).__name__
             raise ValueError(f"x_dict: expected [nodes, channels] of {name!r}, got {given}")
@@ -267,11 +270,12 @@ def as_typed_edges(
         edge_index = remembered_typed_edges(edge_index, num_nodes)
     elif {name: nodes.stop - nodes.start for name, nodes in edge_index.nodes.items()} != num_nodes:
         raise ValueError(
-            f"edge_index_dict: TypedEdges is of other nodes than x_dict, which has {num_nodes}"
+            f"edge_index_dict: expected TypedEdges between the nodes of x_dict, {num_nodes}, "
+            "got other numbers of nodes"
         )
     for key in edge_index.edge_types:
         if key not in edge_types:
-            raise ValueError(f"edge_index_dict: {key} is none of the layer's edge types")
+            raise ValueError(f"edge_index_dict: expected edge types of the layer, got {key}")
     return edge_index, [edge_types.index(key) for key in edge_index.edge_types]
 
 
@@ -280,11 +284,11 @@ def grouped(
     counts: list[int],
     weight: Annotated[Tensor, "_ in_channels out_channels"],
 ) -> Annotated[Tensor, "rows out_channels"]:
-    """Rows of one type after the other, so many of each, times the matrix of their type."""
+    """Multiply rows, which are ordered by type with `counts` of each, with their type's matrix."""
     parts = zip(rows.split(counts), weight, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 
 
 def split_heads(rows: Tensor, heads: int) -> Tensor:
-    """[rows, heads · channels] as [heads, rows, channels]."""
+    """Return [rows, heads · channels] as [heads, rows, channels]."""
     return rows.unflatten(1, (heads, -1)).transpose(0, 1)

@@ -14,7 +14,10 @@ from attnkit.layers.maps.residual import Maps, Residual, ResidualKind, check_fea
 
 
 class _OverChannels(nn.Module):
-    """Attention whose tokens are channels. Its kinds differ in `project`, `score`, `out_proj`."""
+    """Base class of attention whose tokens are channels.
+
+    Subclasses define `project` and `score`, and may set `out_proj`.
+    """
 
     is_over_channels = True
     score: Score | nn.Module
@@ -33,7 +36,7 @@ class _OverChannels(nn.Module):
         self.out_proj: nn.Module = nn.Identity()
 
     def project(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, [batch, heads, channels / heads, height · width]."""
+        """Return query, key and value, each [batch, heads, channels / heads, height · width]."""
         raise NotImplementedError
 
     def forward(self, features: Maps) -> Maps:
@@ -46,18 +49,18 @@ class _OverChannels(nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
             backend=self.backend,
         )
-        # heads of channels lie one after the other, and their pixels row by row
+        # heads are consecutive channels, and pixels are ordered row by row
         output = output.flatten(1, 2).unflatten(2, features.shape[2:])
         return self.residual(features, self.out_proj(output))
 
     def attention_weights(
         self, features: Maps, *, rows: Indices = None, heads: Indices = None
     ) -> Annotated[Tensor, "batch chosen_heads rows head_channels"]:
-        """The weights that `forward` uses on the same features, before dropout.
+        """Return the weights that `forward` uses on the same features, before dropout.
 
         Returns:
-            [batch, len(heads), len(rows), channels / heads]: row c of head h is what channel
-            h · channels / heads + c takes from the channels of its head.
+            [batch, len(heads), len(rows), channels / heads]: row c of head h holds the weights of
+            channel h · channels / heads + c on the channels of its head.
         """
         query, key, _ = self.project(features)
         return attention_weights(query, key, score=self._score_now(), rows=rows, heads=heads)
@@ -72,22 +75,22 @@ class ChannelAttention(_OverChannels):
 
         y_c = x_c + γ · Σ_d softmax_d(score(x_c, x_d)) x_d,   x_c [height · width]
 
-    Each channel looks at all channels: spatial attention of the transposed map, with the identity
-    for its projections. Feature maps [batch, channels, height, width] of any size in and out.
+    Each channel looks at all channels. This is spatial attention on the transposed map, without
+    projections. Feature maps [batch, channels, height, width] of any size in and out.
 
     Cost for N pixels and C channels: 2 N C² multiply-adds an item, one parameter, γ.
 
-    The paper has the score x_c · x_d, which is the default. It grows with the map, so that nearly
-    all weight falls on one channel, most often the channel itself; `score="scaled_dot"` divides it
-    by √N, and `attnkit.Cosine(temperature)` ignores the length of maps. The authors' code has
-    max_d(x_c · x_d) − x_c · x_d, which turns the sign, so that a channel takes most from those
-    that resemble it least; they found it to train better and said no more. It is
-    `score=attnkit.ScaledDot(-1.0)`.
+    The default is the paper's score x_c · x_d. It grows with the map, so that nearly all weight
+    falls on one channel, most often the channel itself; `score="scaled_dot"` divides it by √N, and
+    `attnkit.Cosine(temperature)` ignores the norm of the channels. The authors' code has
+    max_d(x_c · x_d) − x_c · x_d, with the opposite sign, so that a channel takes most from the
+    channels that resemble it least; they report that it trains better, without an explanation. It
+    is `score=attnkit.ScaledDot(-1.0)`.
 
     `attnkit.capture_attention` gives the weights, [batch, 1, channels, channels].
 
     Args:
-        channels: of the feature map.
+        channels: channels of the feature map.
         score: a name or a `Score` without tensors, as in `attnkit.attend`.
         residual, dropout_p, backend: as in `SpatialAttention`.
 
@@ -123,25 +126,25 @@ class CrossCovarianceAttention(_OverChannels):
         head_h,c = Σ_d softmax_d(cos(q_h,c , k_h,d) / temperature_h) v_h,d,   q, k, v = W x
 
     The tokens are the channels of a head, each a map of height · width values; W and W_out mix the
-    channels of a pixel. Linear in the pixels. Feature maps [batch, channels, height, width] of any
-    size in and out.
+    channels of a pixel. The cost is linear in the pixels. Feature maps
+    [batch, channels, height, width] of any size in and out.
 
     Cost for N pixels, C channels and H heads, in multiply-adds of one item: 2 N C² / H for the
     attention and 4 N C² for the projections; parameters 4 C² + H, with biases 4 C more, and γ.
 
-    How this differs from the paper: its factor τ on the cosine is 1 / temperature here, and the
-    temperature, exp(log_temperature), is always positive; both begin with 1. The paper's block
-    normalizes before and adds the residual, with a scale for each channel, itself:
-    `residual=None` is its layer alone.
+    Differences from the paper: its factor τ on the cosine is 1 / temperature here, and the
+    temperature, exp(log_temperature), is always positive; both start at 1. The paper's block
+    normalizes before the layer and adds the residual with a scale for each channel;
+    `residual=None` gives its layer alone.
 
     `attnkit.capture_attention` gives the weights, [batch, heads, channels / heads,
     channels / heads].
 
     Args:
-        channels: of the feature map.
+        channels: channels of the feature map.
         num_heads: groups of channels that look at each other, a divisor of `channels`.
-        bias: whether the projection to queries, keys and values adds one.
-        out_bias: whether the output projection does.
+        bias: whether the projection to queries, keys and values adds a bias.
+        out_bias: whether the output projection adds a bias.
         residual, dropout_p, backend: as in `SpatialAttention`.
 
     Raises:
@@ -179,21 +182,20 @@ class CrossCovarianceAttention(_OverChannels):
 class TransposedAttention(CrossCovarianceAttention):
     """Multi-Dconv head transposed attention (Zamir et al., Restormer, 2022).
 
-    `CrossCovarianceAttention` whose queries, keys and values also see their neighbours:
+    `CrossCovarianceAttention` whose queries, keys and values also depend on neighbouring pixels:
 
         q, k, v = depthwise_3×3(W x)
 
-    without biases, with zeros around the map.
+    without biases, with zero padding.
 
-    Cost for N pixels and C channels: that of `CrossCovarianceAttention`, and 27 N C multiply-adds
-    and 27 C parameters for the convolution.
-
-    It differs from the paper as that does.
+    Cost for N pixels and C channels: that of `CrossCovarianceAttention`, plus 27 N C multiply-adds
+    and 27 C parameters for the convolution. The differences from the paper are those of
+    `CrossCovarianceAttention`.
 
     Args:
         channels, num_heads, residual, dropout_p, backend: as in `CrossCovarianceAttention`; the
             paper has 1, 2, 4 and 8 heads of 48 channels.
-        bias: whether the three convolutions add one.
+        bias: whether the three convolutions add a bias.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Two modules over feature maps, one after the other or side by side."""
+"""Combinations of two modules over feature maps, in sequence or in parallel."""
 
 from typing import Annotated, Literal, get_args
 
@@ -17,13 +17,13 @@ class GatedSum(nn.Module):
         y = g ⊙ a + (1 − g) ⊙ b,   g = σ(W [a, b] + c)
 
     Two maps `[batch, channels, height, width]` in, one out. W is a 1 × 1 convolution that starts at
-    0, so that y starts as the mean. The gated multimodal unit of Arevalo et al. 2017, for maps, and
-    without its tanh layers before the mixture.
+    0, so that y starts as the mean. This is the gated multimodal unit of Arevalo et al. 2017 for
+    maps, without its tanh layers before the mixture.
 
     Cost of an item: 2·channels²·height·width multiply-adds; 2·channels² + channels parameters.
 
     Args:
-        channels: of each of the maps.
+        channels: channels of each map.
     """
 
     def __init__(self, channels: int) -> None:
@@ -34,7 +34,7 @@ class GatedSum(nn.Module):
         nn.init.zeros_(self.mix.bias)  # type: ignore[arg-type]
 
     def gate(self, first: Tensor, second: Tensor) -> Tensor:
-        """The share of the first map, `[batch, channels, height, width]`, in (0, 1)."""
+        """Return the share of the first map, `[batch, channels, height, width]`, in (0, 1)."""
         return self.mix(torch.cat([first, second], dim=1)).sigmoid()
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
@@ -55,15 +55,15 @@ class Combined(nn.Module):
 
         Combined(position_attention, channel_attention, mode="sum", names=("position", "channel"))
 
-    `CBAM` and `SCSE` are others. Combinations nest.
+    `CBAM` and `SCSE` are further examples. Combinations nest.
 
-    Cost: that of the two, with "gated_sum" that of `GatedSum` too.
+    Cost: that of the two modules, with "gated_sum" that of `GatedSum` too.
 
     Args:
-        first, second: A and B. Side by side, their outputs have the same shape.
-        mode: how, one of the above.
-        channels: of the outputs, for "gated_sum" and for no other mode.
-        names: of the two as children, and hence in the state dict and in what is captured.
+        first, second: A and B. Except in a sequence, their outputs must have the same shape.
+        mode: one of the modes above.
+        channels: channels of the outputs, for "gated_sum" and for no other mode.
+        names: names of the two children, used in the state dict and in captures.
 
     Raises:
         ValueError: another mode, "gated_sum" without channels or channels without it, equal names,
@@ -102,8 +102,8 @@ class Combined(nn.Module):
         a, b = first(x), second(x)
         if a.shape != b.shape:
             raise ValueError(
-                f"x: expected outputs of one shape, got {list(a.shape)} of {self.names[0]} and "
-                f"{list(b.shape)} of {self.names[1]}"
+                f"x: expected outputs of one shape, got {list(a.shape)} from {self.names[0]} and "
+                f"{list(b.shape)} from {self.names[1]}"
             )
         if self.mode == "sum":
             return a + b

@@ -1,4 +1,4 @@
-"""Context attention: one learned query looks at all pixels, and tells each what it saw."""
+"""Context attention: one learned query pools all pixels, and the result is added to each."""
 
 from typing import Annotated, Literal, get_args
 
@@ -21,24 +21,24 @@ class ContextAttention(nn.Module):
         update = W_2 relu(norm(W_1 context))
         y_i = x_i + update, or with fusion "scale" x_i · sigmoid(update)
 
-    A non-local block whose queries are one: w is learned, and every pixel receives the same.
-    Feature maps [batch, channels, height, width] of any size in and out.
+    This is a non-local block with a single, learned query w, so every pixel receives the same
+    update. Feature maps [batch, channels, height, width] of any size in and out.
 
     Cost for N pixels, C channels and c = C // reduction: 2 N C + 2 C c multiply-adds an item;
     parameters C for w, 2 C c + 3 c + C for the transform.
 
-    As in the paper W_2 and its bias begin at 0: the layer begins as the identity, or with "scale"
-    as half of it. The paper adds a bias to w · x_j, which the softmax does not see, so that it
-    could not be learned, and it may fuse in both ways at once, which two layers do here. A
-    reduction that leaves one channel is refused: its norm would be 0 whatever the context.
+    As in the paper, W_2 and its bias start at 0: the layer starts as the identity, or with "scale"
+    as half of it. The paper adds a bias to w · x_j; it is left out here, since the softmax cancels
+    it. The paper may also fuse in both ways at once, which takes two layers here. A reduction that
+    leaves one channel is refused, since the layer norm of one channel is always 0.
 
-    `attnkit.capture_attention` gives the weights, [batch, 1, 1, N]: as a map,
+    `attnkit.capture_attention` gives the weights, [batch, 1, 1, N]; as a map they are
     `weights.unflatten(-1, (height, width))`.
 
     Args:
-        channels: of the feature map.
-        reduction: how many times narrower the transform is.
-        fusion: "add" or "scale".
+        channels: channels of the feature map.
+        reduction: divisor of `channels` that gives the hidden channels of the transform.
+        fusion: how the update is applied, "add" or "scale".
         norm_eps: the epsilon of the layer norm.
         backend: the attention kernel, as in `attnkit.attend`.
 
@@ -78,7 +78,7 @@ class ContextAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The query as He et al. 2015, as in GCNet's code; the last layer 0."""
+        """Initialize the query as He et al. 2015, as in GCNet's code, and the last layer with 0."""
         nn.init.kaiming_normal_(self.query)
         last = self.transform[-1]
         assert isinstance(last, nn.Linear)
@@ -94,13 +94,13 @@ class ContextAttention(nn.Module):
     def attention_weights(
         self, features: Maps, *, rows: Indices = None, heads: Indices = None
     ) -> Annotated[Tensor, "batch chosen_heads rows height*width"]:
-        """How much the context takes from each pixel, [batch, len(heads), len(rows),
-        height · width]; there is one row, of one head."""
+        """Return the context's weights on the pixels, [batch, len(heads), len(rows),
+        height · width]; there is one head with one row."""
         query, tokens = self._project(features)
         return attention_weights(query, tokens, score="dot", rows=rows, heads=heads)
 
     def _project(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """The query and the pixels as heads, of which there is one."""
+        """Return the query and the pixels as tensors with one head."""
         check_features(features, self.channels)
         tokens = to_tokens(features)[:, None]
         return self.query.expand(features.shape[0], 1, 1, -1), tokens

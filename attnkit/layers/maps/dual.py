@@ -1,4 +1,4 @@
-"""Attention of pixels and of channels, side by side."""
+"""Dual attention: the sum of spatial and channel attention."""
 
 from attnkit.core.arguments import at_least
 from attnkit.core.scores.kinds import Score
@@ -12,15 +12,16 @@ class DualAttention(Combined):
 
         y = (x + γ_p · position(x)) + (x + γ_c · channel(x))
 
-    with `position` a `SpatialAttention` and `channel` a `ChannelAttention` of x itself, γ learned
-    and 0 at first. Feature maps [batch, channels, height, width] in and out; the children are
-    `position` and `channel`. The input counts twice, as in the paper, where convolutions stand
-    around each attention and after the sum; they are not here.
+    with `position` a `SpatialAttention` and `channel` a `ChannelAttention`, both applied to x; each
+    γ is learned and starts at 0. Feature maps [batch, channels, height, width] in and out; the
+    children are `position` and `channel`. The input counts twice, as in the paper. The paper's
+    convolutions around each attention and after the sum are left out.
 
     Args:
-        channels: of the feature map.
-        reduction: `channels` over the channels of position's queries and keys, at least 1.
-        score: of both; the paper's is the product, "dot", which grows with the map.
+        channels: channels of the feature map.
+        reduction: divisor of `channels` that gives the channels of position's queries and keys.
+        score: score of both attentions; the paper's is the product, "dot", which grows with the
+            map.
         backend: the kernel, as in `attnkit.attend`.
     """
 

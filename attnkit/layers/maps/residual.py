@@ -1,4 +1,4 @@
-"""Feature maps [batch, channels, height, width] as tokens, and what a layer adds to them."""
+"""Conversion of feature maps [batch, channels, height, width] to tokens, and residual updates."""
 
 from typing import Annotated, Literal, get_args
 
@@ -12,7 +12,7 @@ ResidualKind = Literal["gamma", "add"]
 
 
 def check_features(features: Tensor, channels: int | None, name: str = "features") -> None:
-    """ValueError unless these are feature maps of so many channels; None: of any number."""
+    """Raise a ValueError unless `features` are maps with that many channels (None: any number)."""
     shape = list(features.shape)
     if len(shape) != 4 or 0 in shape[1:] or (channels is not None and shape[1] != channels):
         expected = "channels" if channels is None else str(channels)
@@ -23,20 +23,20 @@ def check_features(features: Tensor, channels: int | None, name: str = "features
 
 
 def to_tokens(features: Tensor) -> Tensor:
-    """Pixels as tokens [batch, height · width, channels], row by row."""
+    """Return the pixels as tokens [batch, height · width, channels], row by row."""
     return features.flatten(2).transpose(1, 2)
 
 
 def to_features(tokens: Tensor, height: int, width: int) -> Tensor:
-    """The way back from `to_tokens`."""
+    """Return tokens as a feature map; the inverse of `to_tokens`."""
     return tokens.transpose(1, 2).unflatten(2, (height, width))
 
 
 class Residual(nn.Module):
-    """How a layer's update goes into its feature map x.
+    """The combination of a layer's update with its input x.
 
-    kind: "gamma", x + γ · update with one learned number γ that begins at 0, so that the layer
-        begins as the identity (DANet, Fu et al. 2019); "add", x + update; None, the update alone.
+    kind: "gamma", x + γ · update with one learned number γ that starts at 0, so that the layer
+        starts as the identity (DANet, Fu et al. 2019); "add", x + update; None, the update alone.
     """
 
     def __init__(self, kind: ResidualKind | None) -> None:
@@ -47,7 +47,7 @@ class Residual(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """γ = 0."""
+        """Set γ to 0."""
         if self.gamma is not None:
             nn.init.zeros_(self.gamma)
 

@@ -46,35 +46,36 @@ class SpatialAttention(nn.Module):
     2 (c + v) C, with biases 2 c + v + C more, and γ. (flash computes both c and v in the larger of
     them.) "axial" has two attentions, each with its parameters, projections and residual.
 
-    How this differs:
+    Differences from the papers:
 
-    - from non-local networks (Wang et al. 2018): a scale of 1/√head_dim, where `score="dot"` is
-      theirs, heads, and γ in the place of a W_out or batch norm that starts at 0. For their norm,
-      `x + norm(layer(x))` with `residual=None`. Keys and values are pooled before they are
-      projected, as in their formula; their code pools after it, which is the same for averages.
-      A last row or column that does not fill a pool is pooled by itself; theirs is dropped.
-    - from DANet's position attention (Fu et al. 2019): W_out, which it lacks. Its sizes and score
-      are `inner_channels=channels // 8, value_channels=channels, score="dot"`.
-    - from CCNet (Huang et al. 2019): W_out again; theirs is one module applied twice,
+    - Non-local networks (Wang et al. 2018): this layer has heads, scales by 1/√head_dim
+      (`score="dot"` is theirs), and has γ instead of a W_out or batch norm that starts at 0.
+      `x + norm(layer(x))` with `residual=None` has their norm. Keys and values are pooled before
+      they are projected, as in their formula; their code pools afterwards, which is the same for
+      averages. A last row or column that does not fill a pool is pooled by itself; theirs is
+      dropped.
+    - DANet's position attention (Fu et al. 2019) has no W_out. Its sizes and score are
+      `inner_channels=channels // 8, value_channels=channels, score="dot"`.
+    - CCNet (Huang et al. 2019) has no W_out either, and applies one module twice,
       `layer(layer(x))`.
-    - from stand-alone self-attention (Ramachandran et al. 2019) and axial attention (Ho et al.
-      2019): no relative positions.
+    - Stand-alone self-attention (Ramachandran et al. 2019) and axial attention (Ho et al. 2019)
+      have relative positions, this layer has none.
 
-    `attnkit.capture_attention` gives the weights of `attention` (and of "axial"'s
-    `column_attention`), [batch, heads, N, keys]: where pixel i looks is
+    `attnkit.capture_attention` gives the weights of `attention` (and of `column_attention` for
+    "axial"), [batch, heads, N, keys]. Pixel i's weights as a map are
     `weights[:, :, i].unflatten(-1, (height, width))`, or (⌈height / pool⌉, ⌈width / pool⌉). Those
     of "axial" are [batch · height, heads, width, width] and [batch · width, heads, height, height].
 
     Args:
-        channels: of the feature map.
-        num_heads: a divisor of the inner and of the value channels.
-        inner_channels: of all heads' queries, and of their keys; None: `channels`.
-        value_channels: of all heads' values; None: `inner_channels`.
-        pattern: where a pixel looks.
-        radius: of "window", in pixels; None: 3.
+        channels: channels of the feature map.
+        num_heads: number of heads, a divisor of the inner and of the value channels.
+        inner_channels: channels of all heads' queries, and of their keys; None: `channels`.
+        value_channels: channels of all heads' values; None: `inner_channels`.
+        pattern: which pixels a pixel sees, as in the table.
+        radius: radius of "window", in pixels; None: 3.
         pool: with "full", the side of the squares of pixels that make one key and value.
-        pooling: how, "max" or "average"; None: "max".
-        residual: "gamma", with γ learned and 0 at first, so that the layer begins as the identity;
+        pooling: how pixels are pooled, "max" or "average"; None: "max".
+        residual: "gamma", with γ learned and 0 at first, so that the layer starts as the identity;
             "add", with γ = 1; None, without "x_i +" and γ.
         bias: whether the projections add a bias.
         score, dropout_p, backend: as in `MultiHeadAttention`.
@@ -153,7 +154,7 @@ class SpatialAttention(nn.Module):
         return self.residual(features, to_features(update, height, width))
 
     def _pooled(self, features: Tensor) -> Tensor | None:
-        """The tokens that give keys and values; None: the same as the queries."""
+        """Return the tokens that give keys and values; None if they are those of the queries."""
         if self.pool == 1:
             return None
         # ceil_mode: no pixel is left out, and a map smaller than the pool is one key
@@ -166,16 +167,19 @@ class SpatialAttention(nn.Module):
 
 
 def _along_rows(attention: MultiHeadAttention, features: Tensor) -> Tensor:
-    """Attention within each row: rows are items of a batch."""
+    """Apply attention within each row; rows become items of the batch."""
     rows = features.permute(0, 2, 3, 1)
     output = attention(rows.flatten(0, 1))
     return output.unflatten(0, rows.shape[:2]).permute(0, 3, 1, 2)
 
 
 def criss_cross_edges(height: int, width: int, device: torch.device) -> Edges:
-    """Each pixel of a map sees its row and its column, itself once: height · width ·
-    (height + width − 1) edges. Kept for the sizes used last, since sorting edges takes long."""
-    if torch.compiler.is_compiling():  # lru_cache is ignored there
+    """Return edges by which each pixel sees its row and its column, and itself once.
+
+    They are height · width · (height + width − 1) edges, cached for the latest sizes, since sorting
+    edges takes long.
+    """
+    if torch.compiler.is_compiling():  # torch.compile would ignore the lru_cache
         return torch.compiler.disable(_kept_edges)(height, width, device)
     return _kept_edges(height, width, device)
 
@@ -188,12 +192,12 @@ def _kept_edges(height: int, width: int, device: torch.device) -> Edges:
         target = (y[:, None] * width + x)[..., None]
         in_row = (y[:, None] * width + x)[:, None].expand(-1, width, -1)
         others = torch.arange(height - 1, device=device)
-        others = others + (others >= y[:, None])  # the rows but the pixel's own
+        others = others + (others >= y[:, None])  # all rows except the pixel's own
         in_column = others[:, None] * width + x[:, None]
         source = torch.cat([in_row, in_column], dim=2)
         edge_index = torch.stack([source, target.expand_as(source)]).flatten(1)
         edges = Edges(edge_index, height * width)
-        object.__setattr__(edges, "never_repeats", True)  # so that nobody sorts them to find out
+        object.__setattr__(edges, "never_repeats", True)  # known here, so no sort has to check it
         return edges
 
 

@@ -1,1 +1,1 @@
-"""Blocks over tokens: Transformer blocks, patches, pooling, Nadaraya–Watson."""
+"""Layers over tokens: Transformer blocks, patch embedding, pooling, Nadaraya–Watson."""

@@ -1,4 +1,4 @@
-"""The pre-norm transformer block, and the activations that its MLP may have."""
+"""The pre-norm transformer block and its MLP."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,10 +19,12 @@ Activation = Literal["gelu", "gelu_tanh"]
 def make_mlp(
     dim: int, mlp_ratio: float, *, activation: Activation = "gelu", dropout_p: float = 0.0
 ) -> nn.Module:
-    """linear, GELU (exact or its tanh approximation), linear, with dropout after both."""
+    """Return an MLP: linear, GELU (exact or its tanh approximation), linear; dropout after both."""
     choice(get_args(Activation), activation=activation)
     if round(dim * mlp_ratio) < 1:
-        raise ValueError(f"mlp_ratio: expected at least one channel, got {mlp_ratio} of dim {dim}")
+        raise ValueError(
+            f"mlp_ratio: expected at least one hidden channel, got {mlp_ratio} with dim {dim}"
+        )
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     gelu: Any = partial(nn.GELU, approximate=approximate)
     return Mlp(dim, round(dim * mlp_ratio), act_layer=gelu, drop=dropout_p)
@@ -38,14 +40,15 @@ class TransformerBlock(nn.Module):
 
     Args:
         mlp_ratio: the MLP's width over `dim`.
-        qkv_bias, qk_norm, score, normalizer, backend: of the attention, as in
+        qkv_bias, qk_norm, score, normalizer, backend: options of the attention, as in
             `MultiHeadAttention`.
-        layer_scale: start value of the per-channel scales (CaiT, Touvron et al. 2021), None: none.
+        layer_scale: initial value of the per-channel scales (CaiT, Touvron et al. 2021); None: no
+            scales.
         dropout_p: dropout after the attention and inside the MLP, in training only.
         attention_dropout_p: dropout of the attention weights, in training only.
         drop_path: probability that a sample skips a branch (Huang et al. 2016), in training only.
-        activation: of the MLP, "gelu" or its approximation "gelu_tanh".
-        norm_eps: of every layer norm.
+        activation: activation of the MLP, "gelu" or its approximation "gelu_tanh".
+        norm_eps: epsilon of every layer norm.
     """
 
     def __init__(
@@ -94,14 +97,16 @@ class TransformerBlock(nn.Module):
         mask: Any = None,
         positions: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Annotated[Tensor, "batch queries dim"]:
-        """The block's output for all tokens, or for the first `query_tokens` only, or for those
-        with these numbers.
+        """Return the block's output for all tokens or for some of them.
 
-        With `query_tokens` every token still gives a key and a value, but only these are
-        queries and pass the MLP: `block(tokens)[:, :query_tokens]` exactly, at a fraction of the
-        work. `mask` and `positions` then see that many queries.
-
-        With a `Packed` mask its sequences are the samples that skip a branch.
+        Args:
+            query_tokens: number of first tokens, or indices of the tokens, to compute; None: all.
+                Every token still gives a key and a value, but only these tokens are queries and
+                pass the MLP. The result equals `block(tokens)[:, :query_tokens]` at a fraction of
+                the cost. `mask` and `positions` then have that many queries.
+            mask: as in `MultiHeadAttention`. The sequences of a `Packed` mask are the samples that
+                `drop_path` drops.
+            positions: as in `MultiHeadAttention`.
         """
         normed = self.attention_norm(tokens)
         if query_tokens is None:

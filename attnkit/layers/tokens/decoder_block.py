@@ -16,16 +16,16 @@ from attnkit.layers.tokens.block import Activation, make_mlp
 class DecoderBlock(nn.Module):
     """Pre-norm decoder block (Vaswani et al. 2017; norms first as in Xiong et al. 2020).
 
-        x = x + dropout(attention(norm(x)))                  each word sees itself and those before
-        x = x + dropout(cross_attention(norm(x), memory))    and all of the memory
+        x = x + dropout(attention(norm(x)))                  each word sees itself and earlier words
+        x = x + dropout(cross_attention(norm(x), memory))    each word sees all of the memory
         x = x + mlp(norm(x))
 
-    Words `[batch, words, dim]` in and out; memory `[batch, positions, memory_dim]`. With
-    `norm_first=True` torch's `nn.TransformerDecoderLayer` is the same function.
+    Words `[batch, words, dim]` in and out; memory `[batch, positions, memory_dim]`. Torch's
+    `nn.TransformerDecoderLayer` with `norm_first=True` is the same function.
 
     Args:
         memory_dim: channels of the memory; None: `dim`.
-        the others: as in `TransformerBlock`, of both attentions.
+        all other arguments: as in `TransformerBlock`, for both attentions.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class DecoderBlock(nn.Module):
         positions: Positions | None = None,
         memory_mask: Padding | None = None,
     ) -> Tensor:
-        """All words at once.
+        """Return the output for all words at once.
 
         Args:
-            bias, positions: of the self-attention, as in `MultiHeadAttention`.
-            memory_mask: which positions of the memory there are.
+            bias, positions: bias and positions of the self-attention, as in `MultiHeadAttention`.
+            memory_mask: which positions of the memory are real; None: all.
         """
         normed = self.attention_norm(words)
         update = self.attention(normed, mask=Causal(), bias=bias, positions=positions)
@@ -97,15 +97,15 @@ class DecoderBlock(nn.Module):
         positions: Positions | None = None,
         memory_bias: Tensor | None = None,
     ) -> Tensor:
-        """The next words, `[batch, words, dim]`, behind those in the cache.
+        """Return the output for the next words, `[batch, words, dim]`, which follow the cache.
 
-        There is no causal mask here: only `bias` hides keys. A call that raises leaves the cache as
-        it was.
+        There is no causal mask here; only `bias` hides keys. A call that raises leaves the cache
+        unchanged.
 
         Args:
-            cache: of the self-attention; written.
-            memory: what `cross_attention.remember` made of the memory.
-            bias, memory_bias: added to the scores of the two attentions; −∞ hides.
+            cache: cache of the self-attention, to which the words are appended.
+            memory: the cache that `cross_attention.remember` made of the memory.
+            bias, memory_bias: biases added to the scores of the two attentions; −∞ hides a key.
         """
         with undone_on_error(cache):
             update = attention_step(

@@ -18,14 +18,14 @@ class NadarayaWatson(nn.Module):
 
         estimate(x) = Σ_j K(x − x_j) y_j / Σ_j K(x − x_j),   K(u) = exp(−‖u‖² / (2 bandwidth²))
 
-    There is nothing to fit: the samples are arguments. The bandwidth may be learned, for example
-    with a mask that hides each sample from itself (leave-one-out). Far from all samples, where the
-    formula is 0/0 in floating point, this is the value of the nearest one.
+    Nothing is fitted: the samples are arguments. The bandwidth may be learned, for example with a
+    mask that hides each sample from itself (leave-one-out). Far from all samples, where the formula
+    is 0/0 in floating point, the estimate is the value of the nearest sample.
 
     Args:
         bandwidth: the kernel's standard deviation, in units of x.
         learnable: whether the bandwidth, exp(`log_bandwidth`), is trained.
-        backend: the kernel, as in `attend`.
+        backend: the attention kernel, as in `attend`.
 
     Raises:
         ValueError: the bandwidth is not positive.
@@ -43,7 +43,7 @@ class NadarayaWatson(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The bandwidth that was given."""
+        """Reset the bandwidth to its initial value."""
         nn.init.constant_(self.log_bandwidth, log(self.initial_bandwidth))
 
     @property
@@ -59,12 +59,12 @@ class NadarayaWatson(nn.Module):
         *,
         mask: Mask | Annotated[Tensor, "#batch #heads #queries #keys", bool] | None = None,
     ) -> Annotated[Tensor, "*batch queries value_dim"]:
-        """The estimates at `query` from samples `value` at `key`.
+        """Return the estimates at `query` from samples `value` at `key`.
 
         Args:
-            query, key, value: the batch may be left out of all three.
-            mask: which samples an estimate may use, as in `attend`, of one head; without a sample
-                the estimate is 0.
+            query, key, value: tensors that all have or all omit the batch dimension.
+            mask: which samples an estimate may use, as in `attend`, for one head; an estimate
+                without samples is 0.
         """
         if query.ndim not in (2, 3):
             raise ValueError(

@@ -14,11 +14,11 @@ Grid = tuple[int, int]
 
 
 def cut_patches(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """The patches of images `[batch, channels, height, width]` in reading order, each as its pixels
+    """Cut images `[batch, channels, height, width]` into patches in reading order,
     `[batch, patches, channels · patch height · patch width]`.
 
     Raises:
-        ValueError: a side of the images is no multiple of the patch, or less than one.
+        ValueError: a side of the images is 0 or no multiple of the patch's side.
     """
     batch, channels, height, width = images.shape
     if height % patch_size[0] or width % patch_size[1] or not height or not width:
@@ -32,7 +32,7 @@ def cut_patches(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
 
 
 def embed_patches(patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Tokens `[…, dim]` of patches that are cut already, `[…, pixels]`, by the parameters of a
+    """Return tokens `[…, dim]` of cut patches `[…, pixels]`, with the parameters of a
     `PatchEmbedding`.
 
     Raises:
@@ -129,7 +129,8 @@ class PackedImages:
         total = sum(rows * columns for rows, columns in self.grids)
         if min(map(min, self.grids)) < 1 or total != len(self.patches):
             raise ValueError(
-                f"grids: expected grids of {len(self.patches)} patches in all, got {total} patches"
+                f"grids: expected {len(self.patches)} patches in total, at least one in each grid, "
+                f"got {total} patches"
             )
 
     def __len__(self) -> int:
@@ -139,11 +140,11 @@ class PackedImages:
     def of(
         cls, images: Sequence[Annotated[Tensor, "channels height width"]], patch_size: Grid
     ) -> "PackedImages":
-        """Images `[channels, height, width]`, each side a multiple of the patch, cut and packed.
+        """Cut and pack images `[channels, height, width]` whose sides are multiples of the patch.
 
         Raises:
             ValueError: an empty batch, an image of another shape, or of another dtype or number of
-                channels than the first; it is named by its number.
+                channels than the first; the message has the image's index.
         """
         parts, grids = [], []
         for number, image in enumerate(images):

@@ -1,4 +1,4 @@
-"""From tokens to one vector, or a few, by attention."""
+"""Attention pooling of tokens to one or a few vectors."""
 
 from typing import Annotated
 
@@ -24,18 +24,18 @@ class AttentionPool(nn.Module):
     that many, `[batch, num_queries, dim]`. The order of the tokens does not matter. For an item
     without tokens, y is the bias of the output projection.
 
-    The pooling of Set Transformer (Lee et al. 2019), without its residual query and row-wise
-    feed-forward layer; with one query and an MLP the "MAP head" of Zhai et al. 2022 (Scaling Vision
-    Transformers) and timm's `AttentionPoolLatent`.
+    This is the pooling of Set Transformer (Lee et al. 2019) without its residual query and row-wise
+    feed-forward layer. With one query and an MLP it is the "MAP head" of Zhai et al. 2022 (Scaling
+    Vision Transformers) and timm's `AttentionPoolLatent`.
 
     Args:
         dim: channels of the tokens and of the output.
-        num_heads: of the attention, a divisor of `dim`.
-        num_queries: how many vectors to pool into; None: one, without a dimension for it.
+        num_heads: number of heads, a divisor of `dim`.
+        num_queries: number of vectors to pool into; None: one, without a dimension for it.
         mlp_ratio: the MLP's width over `dim`; None: neither MLP nor norm.
         score: as in `MultiHeadAttention`.
         qkv_bias: whether the input projections add a bias.
-        activation: of the MLP, "gelu" or its approximation "gelu_tanh"; None: "gelu".
+        activation: activation of the MLP, "gelu" or its approximation "gelu_tanh"; None: "gelu".
         norm_eps: epsilon of the norm before the MLP; None: 1e-6.
         dropout_p: dropout of the attention weights, in training only.
         backend: the attention kernel, as in `attnkit.attend`.
@@ -87,7 +87,7 @@ class AttentionPool(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The queries truncated normal."""
+        """Draw the queries from a truncated normal distribution."""
         trunc_normal_tf_(self.query, std=self.query.shape[2] ** -0.5)
 
     def forward(
@@ -95,13 +95,13 @@ class AttentionPool(nn.Module):
         tokens: Annotated[Tensor, "batch tokens dim"],
         mask: Mask | Annotated[Tensor, "batch tokens", bool] | None = None,
     ) -> Annotated[Tensor, "batch dim"] | Annotated[Tensor, "batch queries dim"]:
-        """The pooled vector, or vectors, of each item.
+        """Return the pooled vector, or vectors, of each item.
 
         Args:
             mask: which tokens count: booleans, True = real, or an attnkit mask, such as
-                `Padding(lengths)`, from the queries to the tokens. With
-                `Packed(queries, lengths)`, the tokens [1, tokens, dim] are of several items, one
-                after the other, and each item has as many queries as without a mask.
+                `Padding(lengths)`, from the queries to the tokens. With `Packed(queries, lengths)`,
+                the tokens [1, tokens, dim] are those of several items, concatenated, and each item
+                has as many queries as without a mask.
         """
         if tokens.ndim != 3 or tokens.shape[2] != self.query.shape[2]:
             raise ValueError(

@@ -68,7 +68,7 @@ def test_bad_options(vit, images):
     seen = attnkit.explain(vit, images)
     with pytest.raises(TypeError, match="removal"):
         seen.trust(removal="mean")
-    with pytest.raises(ValueError, match="word: only the words of a captioner are judged"):
+    with pytest.raises(ValueError, match="word: only a captioner's explanation has words"):
         seen.trust(word=2)
 
 

@@ -135,5 +135,5 @@ def test_bad_input_is_refused_in_one_line(images, given, message):
 
 def test_what_has_no_words_is_refused():
     vit = attnkit.ViT(image_size=8, patch_size=4, num_classes=3, dim=12, depth=1, num_heads=3)
-    with pytest.raises(ValueError, match="words: only a captioner's sentences have them"):
+    with pytest.raises(ValueError, match="words: only a captioner's explanation has words"):
         attnkit.explain(vit, torch.rand(1, 3, 8, 8)).trust_words()

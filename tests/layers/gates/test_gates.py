@@ -322,7 +322,7 @@ def test_any_number_of_channels(make):
             lambda: EfficientChannelAttention(8, kernel_size=4),
             "kernel_size: expected an odd.*got 4",
         ),
-        (lambda: EfficientChannelAttention(None), "kernel_size: expected a number where channels"),
+        (lambda: EfficientChannelAttention(None), "kernel_size: expected a number if channels"),
         (lambda: CBAM(8, kernel_size=6), "kernel_size: expected an odd number, got 6"),
         (lambda: CBAM(8, order="parallel"), "order: expected 'channel_first' or.*got 'parallel'"),
         (

@@ -66,7 +66,7 @@ def test_wrong_fields_are_named():
         ReceptiveField.of(EDGES, NODES, torch.tensor([1, 1]), 2)
     field = ReceptiveField.of(EDGES, NODES, WANTED, 1)
     model = attnkit.GAT(CHANNELS, 16, 5)
-    with pytest.raises(ValueError, match="and 1 layers, expected"):
+    with pytest.raises(ValueError, match="nodes and 1 layers"):
         model(torch.randn(len(field.nodes), CHANNELS), field)
-    with pytest.raises(ValueError, match="expected 60, as x has"):
+    with pytest.raises(ValueError, match="of 60 nodes, as x has"):
         model(torch.randn(NODES, CHANNELS), field)

@@ -114,5 +114,5 @@ def test_what_is_not_sparse_is_refused():
     with pytest.raises(TypeError, match="x: expected a sparse CSR matrix, got torch"):
         sparse_rows(x.to_sparse(), torch.arange(3))
     wanted = x.to_sparse_csr().requires_grad_()
-    with pytest.raises(ValueError, match="x: expected features without a gradient"):
+    with pytest.raises(ValueError, match="x: expected sparse features without requires_grad"):
         SparseLinear(11, 7, dtype=torch.float64)(wanted)

@@ -205,7 +205,8 @@ KEY = METADATA[1][0]
         (
             lambda: TypedEdges({KEY: EDGE + 11}, SIZES),
             IndexError,
-            r"source nodes go from 11 to 11, expected 0 to 10, of \('paper', 'cites', 'paper'\)",
+            r"source nodes go from 11 to 11, expected 0 to 10, for the edge type "
+            r"\('paper', 'cites', 'paper'\)",
         ),
         (lambda: TypedEdges({KEY: EDGE}, 11), TypeError, "two dicts, or a tensor"),
         (lambda: TypedEdges({KEY: EDGE}, SIZES, EDGE[0]), ValueError, "the keys of edge_index"),
@@ -228,7 +229,7 @@ KEY = METADATA[1][0]
         (
             lambda: typed(HGTAttention)({"book": rand(2, 5)}, {}),
             ValueError,
-            "x_dict: the layer has the node types 'paper', 'author', 'venue', got 'book'",
+            "x_dict: expected node types of the layer, 'paper', 'author', 'venue', got 'book'",
         ),
         (
             lambda: typed(HGTAttention)({"paper": rand(11)}, {}),
@@ -238,14 +239,14 @@ KEY = METADATA[1][0]
         (
             lambda: typed(HANAttention)(graph()[0], {("paper", "quotes", "paper"): EDGE}),
             ValueError,
-            "quotes', 'paper'. is none of the layer's edge types",
+            "expected edge types of the layer, got .*quotes', 'paper'",
         ),
         (
             lambda: typed(HANAttention)(graph()[0], TypedEdges({KEY: EDGE}, {"paper": 11})),
             ValueError,
-            "TypedEdges is of other nodes than x_dict",
+            "expected TypedEdges between the nodes of x_dict",
         ),
-        (lambda: RGATAttention(5, 4, 2, dim=2), ValueError, "dim: expected 1 of additive"),
+        (lambda: RGATAttention(5, 4, 2, dim=2), ValueError, "dim: expected 1 for additive"),
         (
             lambda: RGATAttention(5, 4, 2, num_bases=2, num_blocks=1),
             ValueError,
@@ -269,7 +270,7 @@ KEY = METADATA[1][0]
         (
             lambda: RGATAttention(5, 4, 2).double()(rand(11, 5), EDGE, EDGE[0], rand(1, 2)),
             ValueError,
-            "edge_attr: given, but edge_dim is None",
+            "edge_attr: expected None, since the layer",
         ),
         (
             lambda: RGATAttention(5, 4, 2, edge_dim=2).double()(rand(11, 5), EDGE, EDGE[0]),
@@ -331,7 +332,10 @@ def test_metadata_of_a_json_file_is_that_of_pyg(name):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ([*EDGES], r"metadata: expected \(node types, edge types\), as data.metadata\(\) is, got"),
+        (
+            [*EDGES],
+            r"metadata: expected \(node types, edge types\), as data.metadata\(\) returns",
+        ),
         (([*SIZES], [["paper", "cites"]]), "metadata: expected .source, relation, target., got"),
         (([*SIZES], ["paper__cites__paper"]), "metadata: expected .source, relation, target., got"),
         (([*SIZES], [["paper", "cites", "book"]]), "metadata: .* joins nodes of type 'book', exp"),

@@ -172,6 +172,6 @@ def test_wrong_options_are_named(options, message):
 def test_outputs_of_different_shapes_are_refused():
     module = Combined(nn.Identity(), nn.Conv2d(CHANNELS, 1, 1).double(), mode="product")
     with pytest.raises(
-        ValueError, match=r"got \[2, 6, 5, 3\] of first and \[2, 1, 5, 3\] of second"
+        ValueError, match=r"got \[2, 6, 5, 3\] from first and \[2, 1, 5, 3\] from second"
     ):
         module(some())

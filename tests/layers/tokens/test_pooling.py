@@ -163,7 +163,10 @@ def test_compiled():
     [
         ({"num_queries": 0}, "num_queries: expected at least 1, got 0"),
         ({"num_heads": 3}, "num_heads: 3 does not divide dim 20"),
-        ({"mlp_ratio": 0.01}, "mlp_ratio: expected at least one channel, got 0.01 of dim 20"),
+        (
+            {"mlp_ratio": 0.01},
+            "mlp_ratio: expected at least one hidden channel, got 0.01",
+        ),
         ({"mlp_ratio": 2.0, "activation": "relu"}, "activation: expected 'gelu' or"),
         ({"activation": "gelu"}, "activation: only the MLP has one, got 'gelu' without mlp_ratio"),
         ({"norm_eps": 1e-6}, "norm_eps: only the MLP has one, got 1e-06 without mlp_ratio"),

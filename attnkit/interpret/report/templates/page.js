@@ -1,7 +1,7 @@
 "use strict";
-// Without scripts, and in print, all that matters is there as well.
+// The page shows everything essential without scripts, and in print.
 
-// Keys over a grid: arrows go, Enter and Space pick.
+// Keys in a grid: arrows move, Enter and Space select.
 const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 function keys(element, go, pick = () => {}) {
   element.addEventListener("keydown", (event) => {
@@ -12,13 +12,13 @@ function keys(element, go, pick = () => {}) {
   });
 }
 
-// Edges and nodes of a drawing, or thumbnails of heads, say what they are: under the pointer, or
-// chosen by the arrow keys, in the order of their rank.
+// Shows the text of an edge or node of a drawing, or of a head's thumbnail, under the pointer or
+// selected by the arrow keys, in the order of rank.
 function things(box) {
   const within = box.querySelector(".choose"), said = box.querySelector(".said");
   const all = [...within.querySelectorAll("[data-rank]")].sort((a, b) => a.dataset.rank - b.dataset.rank);
   const across = Number(box.dataset.across);
-  // beside a drawing, not in it
+  // the text is beside the drawing, not in it
   box.querySelectorAll(".says li").forEach((says, rank) => { all[rank].dataset.says = says.textContent; });
   let chosen = null;
   const choose = (thing) => {
@@ -38,8 +38,8 @@ function things(box) {
   });
 }
 
-// Places of a grid, the same in all frames of a section: patches of an image, or regions of which
-// words are said.
+// Marks the same place of the grid in all frames of a section: a patch of an image, or a region of
+// a captioned image.
 function maps(section, data) {
   const { rows, columns } = data;
   const said = section.querySelector(".said");
@@ -96,14 +96,14 @@ function maps(section, data) {
   main.addEventListener("focus", () => step(0, 0));
   keys(main, step, pick);
   if (data.looks) {
-    // something to see before anyone points, and in print
+    // initial selection, shown before the user points at a place, and in print
     say(chosen, null);
     lay(cursors.at(-1), chosen);
     section.querySelector("select").addEventListener("change", () => step(0, 0));
   }
 }
 
-// What a patch looks at in the chosen layer, and p without the patch that was taken away.
+// Shows what a patch looks at in the chosen layer, and p without the removed patch.
 function patchesAt(section, { columns, rows, target, kind, whole, without, looks }) {
   const figure = section.querySelector(".looks");
   const choice = figure?.querySelector("select");
@@ -111,7 +111,7 @@ function patchesAt(section, { columns, rows, target, kind, whole, without, looks
   const sheets = (looks ?? []).map(({ sheet }) => Object.assign(new Image(), { src: sheet }));
   const name = (place) => `row ${Math.floor(place / columns)}, column ${place % columns}`;
   let last = null;
-  // a tile of the layer's sheet, at the patch's own place
+  // the tile of the patch in the layer's sheet of tiles
   const draw = async (place) => {
     const sheet = sheets[choice.value];
     last = place;
@@ -141,7 +141,7 @@ function patchesAt(section, { columns, rows, target, kind, whole, without, looks
   return { start, say: (place, picked) => look(place) + (picked === null ? "" : lost(picked)) };
 }
 
-// The words whose maps are larger at a region than on average, and their p without it.
+// Shows the words whose maps are larger at a region than on average, and their p without it.
 function wordsAt({ columns, words }) {
   const number = (value) => Number(value.toPrecision(2)).toString().replace("-", "−");
   const mean = (values) => values.reduce((sum, value) => sum + Math.abs(value), 0) / values.length;

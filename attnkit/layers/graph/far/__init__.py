@@ -1,1 +1,1 @@
-"""What joins nodes that are far from each other, at a cost linear in the nodes."""
+"""Connections between nodes that are far apart, at a cost linear in the nodes."""

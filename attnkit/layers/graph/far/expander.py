@@ -8,19 +8,19 @@ from attnkit.core.masks.edges import Edges
 
 
 def expander_edges(lengths: Tensor, degree: int, seed: int = 0) -> Tensor:
-    """A random regular graph on the nodes of each graph: as many edges enter and leave each node.
+    """Return a random regular graph on the nodes of each graph, with `degree` edges into each node.
 
     Such graphs are expanders with high probability: any two nodes are joined by O(log n) steps, and
-    attention along degree · n edges mixes as that of all n² pairs does (Shirzad et al., Exphormer,
-    2023). Made of degree / 2 random cycles through all nodes, both ways around, as one of the
-    paper's code's kinds is; so it is connected, and has no self-loops. A graph of two nodes has the
-    edges between them repeated, a graph of one has none. The edges of a graph do not depend on the
-    graphs beside it: graphs of as many nodes have the same.
+    attention along degree · n edges mixes information as attention over all n² pairs does (Shirzad
+    et al., Exphormer, 2023). The graph consists of degree / 2 random cycles through all nodes, in
+    both directions, which is one of the kinds in the paper's code; so it is connected and has no
+    self-loops. A graph of two nodes has repeated edges, a graph of one node has none. The edges of
+    a graph do not depend on the graphs beside it: graphs of equal size have equal edges.
 
     Args:
-        lengths: integers [graphs], the nodes of each, which stand one after the other.
-        degree: edges into each node, even.
-        seed: of the cycles, which depend on it and on the number of nodes alone.
+        lengths: integers [graphs], the number of nodes of each; graphs are concatenated.
+        degree: number of edges into each node, even.
+        seed: seed of the cycles, which depend only on it and on the number of nodes.
 
     Returns:
         integers [2, edges], source in row 0, target in row 1, on the device of `lengths`.
@@ -40,7 +40,7 @@ def expander_edges(lengths: Tensor, degree: int, seed: int = 0) -> Tensor:
 
 
 def _cycles(size: int, number: int, seed: int) -> Tensor:
-    """Edges [2, edges] of so many random cycles through the nodes of one graph, both ways."""
+    """Return edges [2, edges] of `number` random cycles through one graph, in both directions."""
     generator = torch.Generator().manual_seed(seed)
     both: list[Tensor] = []
     for _ in range(number):
@@ -51,10 +51,10 @@ def _cycles(size: int, number: int, seed: int) -> Tensor:
 
 
 def virtual_edges(lengths: Tensor, num_virtual: int) -> Tensor:
-    """Edges [2, edges] from all nodes of a graph to its virtual nodes, then from these to them.
+    """Return edges [2, edges] from all nodes of a graph to its virtual nodes, then their reverse.
 
-    The virtual nodes come behind all others: the first of each graph, the second of each, and so
-    on.
+    Virtual nodes are numbered after all other nodes: first the first one of each graph, then the
+    second one of each, and so on.
     """
     at_least(1, num_virtual=num_virtual)
     graph = torch.repeat_interleave(lengths)
@@ -72,18 +72,18 @@ def joined_edges(
     num_virtual: int = 0,
     seed: int = 0,
 ) -> tuple[Edges, Tensor]:
-    """The edges of graphs, expander edges and those of virtual nodes, as one set to be sorted once.
+    """Join the graphs' edges, expander edges and edges of virtual nodes into one set.
 
     Args:
-        edges: of the graphs themselves.
-        lengths: nodes of each graph.
-        degree: of `expander_edges`; None: there are none.
-        num_virtual: of `virtual_edges`, of each graph; 0: none.
-        seed: of the expander edges.
+        edges: edges of the graphs themselves.
+        lengths: number of nodes of each graph.
+        degree: as in `expander_edges`; None: no expander edges.
+        num_virtual: virtual nodes of each graph; 0: none.
+        seed: seed of the expander edges.
 
     Returns:
-        the edges, between nodes and virtual nodes, and the type of each: 0 of the graph, 1
-        expander, 2 to a virtual node, 3 from one.
+        The edges between nodes and virtual nodes, sorted once, and the type of each edge: 0 edge of
+        the graph, 1 expander edge, 2 edge to a virtual node, 3 edge from one.
     """
     device = edges.edge_index.device
     lengths = lengths.to(device)

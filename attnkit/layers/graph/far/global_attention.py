@@ -15,19 +15,19 @@ class SimpleGlobalAttention(nn.Module):
         weight_h,ij = (δ_ij + cos(q_h,i, k_h,j) / n) / (1 + Σ_j cos(q_h,i, k_h,j) / n)
         output_i = 1/H Σ_h Σ_j weight_h,ij · v_h,j      over all n nodes
 
-    q, k, v: projections of the nodes, without bias. Computed as n v_i + q̂_i (Σ_j k̂_j v_jᵀ) over
-    n + q̂_i · Σ_j k̂_j, where q̂ and k̂ have length 1. So every node keeps its own value, and
-    weights may be below 0. The paper divides queries and keys by the norm of all queries, or keys,
-    together, which makes the second term vanish as n grows; each by its own is what PyG's
-    `SGFormerAttention` does.
+    q, k, v are projections of the nodes without bias. The output is computed as
+    n v_i + q̂_i (Σ_j k̂_j v_jᵀ) over n + q̂_i · Σ_j k̂_j, where q̂ and k̂ have length 1. So every
+    node keeps its own value, and weights may be negative. The paper divides queries and keys by the
+    norm of all queries, or keys, together, which makes the second term vanish as n grows; dividing
+    each by its own norm is what PyG's `SGFormerAttention` does.
 
-    Nodes [nodes, in_channels] in, of one graph or of several, one after the other; [nodes,
-    out_channels] out.
+    Nodes [nodes, in_channels] in, of one graph or of several concatenated; [nodes, out_channels]
+    out.
 
     Args:
-        in_channels: of the nodes.
-        out_channels: of each head, whose mean is the output.
-        heads: how many.
+        in_channels: channels of the nodes.
+        out_channels: channels of each head; the output is the mean of the heads.
+        heads: number of heads.
     """
 
     def __init__(self, in_channels: int, out_channels: int, heads: int = 1) -> None:
@@ -44,7 +44,11 @@ class SimpleGlobalAttention(nn.Module):
         x: Annotated[Tensor, "nodes in_channels"],
         lengths: Annotated[Tensor, "_", int] | None = None,
     ) -> Annotated[Tensor, "nodes out_channels"]:
-        """`lengths`: how many of the nodes are of each graph; None: all are of one."""
+        """Return the nodes after attention.
+
+        Args:
+            lengths: number of nodes of each graph; None: all nodes belong to one graph.
+        """
         heads = self._heads(x)
         if lengths is None:
             return _attend(*heads)
@@ -59,8 +63,7 @@ class SimpleGlobalAttention(nn.Module):
         rows: Indices = None,
         heads: Indices = None,
     ) -> Annotated[Tensor, "chosen_heads rows nodes"]:
-        """The weights that `forward` uses, which it never makes: rows × nodes of them, 0 between
-        nodes of different graphs.
+        """Return the weights that `forward` uses implicitly; they are 0 between different graphs.
 
         Args:
             rows: which nodes look, None for all.
@@ -79,7 +82,7 @@ class SimpleGlobalAttention(nn.Module):
         return weights / weights.sum(dim=2, keepdim=True)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys of length 1, and values, each [heads, nodes, out_channels]."""
+        """Return queries and keys of length 1, and values, each [heads, nodes, out_channels]."""
         query, key, value = (
             proj(x).unflatten(1, (self.heads, -1)).transpose(0, 1)
             for proj in (self.query_proj, self.key_proj, self.value_proj)
@@ -89,7 +92,7 @@ class SimpleGlobalAttention(nn.Module):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The output [nodes, out_channels] of one graph, of heads [heads, nodes, out_channels]."""
+    """Return the output [nodes, out_channels] of one graph from [heads, nodes, out_channels]."""
     count = max(1, query.shape[1])
     gathered = query @ (key.mT @ value)
     total = query @ key.sum(dim=1)[:, :, None]
