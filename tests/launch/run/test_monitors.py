@@ -21,11 +21,11 @@ FILE = "callbacks: BestCheckpoint: nothing logs its monitor "
     [
         (
             (*CAPTIONING, "callbacks.checkpoint.monitor=val/bleu"),
-            f"{FILE}'val/bleu'; of validation there are val/bleu4, val/cider_d, val/loss",
+            f"{FILE}'val/bleu'; validation logs val/bleu4, val/cider_d, val/loss",
         ),
         (
             (*SMALL, "callbacks.checkpoint.monitor=accuracy"),
-            f"{FILE}'accuracy'; of validation there are val/accuracy, val/balanced_accuracy",
+            f"{FILE}'accuracy'; validation logs val/accuracy, val/balanced_accuracy",
         ),
     ],
 )
@@ -61,7 +61,7 @@ def test_a_sanity_check_finds_it_before_training(mine):
     done = mine(*early, "run_dir=run", "callbacks.curves=null")
     assert done.code == 2
     assert f"{FILE}'val/f1'; in the sanity check" in done.err
-    assert "there were val/loss\n" in done.err
+    assert "logged val/loss\n" in done.err
     assert "epoch" not in done.out
     right = ("callbacks.checkpoint.monitor=train/loss", "trainer.num_sanity_val_steps=1")
     done = mine(*right, "run_dir=right", "trainer.max_epochs=1", "callbacks.curves=null")
