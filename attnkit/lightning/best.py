@@ -1,4 +1,4 @@
-"""Which of two validations is better: the direction of each metric, and how ties are broken.
+"""The comparison of two validations: the direction of each metric, and how ties are broken.
 
 It needs no torch: the command line uses it before anything is imported.
 """

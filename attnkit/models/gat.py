@@ -90,8 +90,8 @@ class GAT(GraphModel):
     """
 
     num_hops: int | None
-    """How many edges away the nodes are on which the logits of a node depend, for `ReceptiveField`.
-    None: all nodes, as with the statistics of batch normalization, or no logits of nodes."""
+    """The distance in edges up to which nodes affect the logits of a node, for `ReceptiveField`.
+    None: all nodes do, as with the statistics of batch normalization, or no logits of nodes."""
 
     def __init__(
         self,

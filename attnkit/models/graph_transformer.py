@@ -63,7 +63,7 @@ class GraphTransformer(GraphModel):
     """
 
     num_hops: int | None
-    """How many edges away the nodes are on which the logits of a node depend; None: all nodes."""
+    """The distance in edges up to which nodes affect the logits of a node; None: all nodes do."""
 
     def __init__(
         self,

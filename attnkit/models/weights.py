@@ -34,7 +34,7 @@ _FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.
 
 @dataclass(frozen=True)
 class Source:
-    """What the `config.json` beside weights says of their network; empty without such a file."""
+    """The facts about a network in the `config.json` beside its weights; empty without the file."""
 
     architecture: str | None = None
     """The name in timm's registry."""
