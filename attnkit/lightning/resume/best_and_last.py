@@ -78,7 +78,7 @@ class BestCheckpoint(_Paced):
         self.kept: dict[str, dict[str, float]] = {}
         """The validation of each file: `epoch`, from 1, `step`, and its metrics."""
         self._seen: list[float] = []
-        """The metric's least and largest value, and the number of its values without and with NaN."""
+        """The metric's least and largest value, and the number of values without and with NaN."""
         self._held: tuple[dict[str, Any], str] | None = None
 
     @property
