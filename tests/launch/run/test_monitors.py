@@ -50,7 +50,7 @@ def test_tasks_know_what_they_log(attnkit, words, message):
 def test_a_class_of_ones_own(mine, words, name):
     done = mine(*words, "run_dir=run", "callbacks.curves=null")
     assert done.code == 2
-    assert f"{name}: nothing logs its monitor 'val/f1'; there are" in done.err
+    assert f"{name}: nothing logs its monitor 'val/f1'; logged are" in done.err
     assert "train/loss" in done.err
     assert "val/loss" in done.err
     assert done.err.count("\n") == 1
@@ -60,7 +60,7 @@ def test_a_sanity_check_finds_it_before_training(mine):
     early = ("callbacks.checkpoint.monitor=val/f1", "trainer.num_sanity_val_steps=1")
     done = mine(*early, "run_dir=run", "callbacks.curves=null")
     assert done.code == 2
-    assert f"{FILE}'val/f1'; in the sanity check" in done.err
+    assert f"{FILE}'val/f1'; the sanity check" in done.err
     assert "logged val/loss\n" in done.err
     assert "epoch" not in done.out
     right = ("callbacks.checkpoint.monitor=train/loss", "trainer.num_sanity_val_steps=1")
@@ -79,7 +79,7 @@ def test_a_schedule(mine, hers):
     )
     done = mine("module._target_=mine_plateau.Plateau", "run_dir=run", "callbacks.curves=null")
     assert done.code == 2
-    assert "scheduler: nothing logs its monitor 'val/f1'; there are" in done.err
+    assert "scheduler: nothing logs its monitor 'val/f1'; logged are" in done.err
     assert done.err.count("\n") == 1
 
 
