@@ -84,7 +84,7 @@ WRONG = {
     "no name, no file": ("vit_smal", {}, "pretrained: no file or folder vit_smal"),
     "no weights": ("vit_small_patch16_18x2_224", {}, "timm has no weights for vit_small_patch16"),
     "no network": ("vit_tiny_patch16_224", {}, "cannot be loaded: no network connection"),
-    "no ViT": ("other.pth", {}, "holds no Vision Transformer under timm's names or ours"),
+    "no ViT": ("other.pth", {}, "holds no Vision Transformer under timm's or attnkit's names"),
     "wider": (
         "net.safetensors", {"dim": 96, "num_heads": 3},
         "is another network: dim is 64 there, 96 here; model.dim=64$",

@@ -4,7 +4,7 @@
     optimizer = AdamW(attnkit.lightning.parameter_groups(network), lr=1e-3)
     …
     attnkit.finetune.save_adapter(network, "adapter.safetensors")
-    attnkit.finetune.merge(network)                          plain layers, equal outputs
+    attnkit.finetune.merge(network)                          plain layers with equal outputs
 
 This file is the public table and nothing else.
 """

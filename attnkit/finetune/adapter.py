@@ -1,4 +1,4 @@
-"""Adapters: the trained parameters alone, in a small file, and loading them onto the base."""
+"""Adapters: files of the trained parameters alone, and loading them into the base network."""
 
 import copy
 import json
@@ -26,16 +26,16 @@ _FORMAT = "attnkit.adapter.1"
 def save_adapter(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     """Write the trained tensors of a fine-tuned network, and its method, to a safetensors file.
 
-    These are LoRA's matrices and the head, or what another method trained, with the buffers of
-    those modules. The file does not contain the base network: `load_adapter` needs the network as
-    it was before.
+    They are LoRA's matrices and the head, or what another method trained, with the buffers of those
+    modules. The file does not contain the base network: `load_adapter` needs the network as it was
+    before.
 
     Args:
-        model: a network that `lora` or another method was applied to, or any module that holds one.
-        path: the file, made or replaced.
+        model: a network to which `lora` or another method was applied, or a module that holds one.
+        path: path of the file, created or replaced.
 
     Raises:
-        ValueError: it is not fine-tuned, or nothing of it is trained.
+        ValueError: the network is not fine-tuned, or none of its tensors is trained.
     """
     from safetensors.torch import save
 
@@ -57,12 +57,12 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Load what `save_adapter` wrote into the base network, in place.
 
     Args:
-        model: the network with the weights that were the base; it is given the method and options
-            of the file, unless it has them already. Any module that holds a fine-tuned one will do.
-        path: the file. Nothing in it is run.
+        model: the network with the weights of the base; the method and options of the file are
+            applied to it, unless they are already. A module that holds a fine-tuned one will do.
+        path: path of the file. Nothing in it is run.
 
     Returns:
-        the model itself.
+        The model itself.
 
     Raises:
         ValueError: the file does not exist, is not an adapter, or is for another network or method.
@@ -96,7 +96,7 @@ def load_adapter(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 
 
 def _outline(model: nn.Module) -> nn.Module:
-    """A copy without memory: its tensors are on the meta device."""
+    """Return a copy without memory: its tensors are on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -115,7 +115,7 @@ def _found(model: nn.Module, function: str) -> Any:
 
 
 def _trained(network: nn.Module) -> dict[str, Tensor]:
-    """The trained parameters by name, and the buffers of the modules that have some."""
+    """Return the trained parameters by name, and the buffers of modules that have some."""
     tensors: dict[str, Tensor] = {}
     for prefix, module in network.named_modules():
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}

@@ -17,18 +17,18 @@ class LoRALinear(nn.Linear):
 
         y = x Wᵀ + b + scale · drop(x) Aᵀ Bᵀ
 
-    An existing layer becomes one by `adapt` and a plain one again by `merge`; it stays the same
-    object, and `weight` and `bias` stay where they are in its `state_dict()`. Read as an attribute,
-    `weight` is W + scale · B·A, with a gradient for A and B, so that code which takes a layer's
-    weight instead of calling it is right as well.
+    `adapt` turns an existing layer into one, and `merge` turns it into a plain one again; it stays
+    the same object, and `weight` and `bias` stay in its `state_dict()`. The attribute `weight` is
+    W + scale · B·A, with a gradient for A and B, so that code which reads a layer's weight instead
+    of calling the layer is right as well.
 
     Without dropout, batches are multiplied by this sum, which costs one product instead of three;
-    backward never forms the gradient of W. Few rows take the three.
+    backward never computes the gradient of W. For few rows, three products are used.
 
     lora_A: [rank, in_features]
-    lora_B: [rows, rank], of the rows of W that are adapted
+    lora_B: [rows, rank], for the adapted rows of W
     lora_scale, lora_dropout: numbers
-    lora_rows: those rows, as pairs of start and end; None: all
+    lora_rows: the adapted rows, as pairs of start and end; None: all
     """
 
     lora_A: nn.Parameter
@@ -46,7 +46,7 @@ class LoRALinear(nn.Linear):
         dropout: float = 0.0,
         rows: Sequence[tuple[int, int]] | None = None,
     ) -> "LoRALinear":
-        """Make a linear layer one of these, in place; A as the layers of torch begin, B zero."""
+        """Turn a linear layer into this class, in place; A is initialized as in torch, B zero."""
         weight = layer.weight
         weight.requires_grad_(False)
         if layer.bias is not None:
@@ -62,7 +62,7 @@ class LoRALinear(nn.Linear):
         return adapted
 
     def reset_parameters(self) -> None:
-        """W, b and A as the layers of torch begin, B zero."""
+        """Initialize W, b and A as torch's linear layer does, and B zero."""
         for matrix in (self.frozen_weight, self.lora_A):
             nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
         if self.bias is not None:
@@ -83,7 +83,7 @@ class LoRALinear(nn.Linear):
 
     @property
     def frozen_weight(self) -> Tensor:
-        """W alone."""
+        """The frozen weight W alone."""
         base = self._parameters["weight"]
         assert base is not None
         return base
@@ -102,7 +102,7 @@ class LoRALinear(nn.Linear):
         return F.linear(input, base, self.bias) + self.lora_scale * change
 
     def merge(self) -> None:
-        """Become the plain layer of the same outputs; `unmerge` brings back what was."""
+        """Become a plain layer with the same outputs; `unmerge` restores this layer."""
         merged = nn.Parameter(self.weight.detach(), self.frozen_weight.requires_grad)
         kept = {"weight": self._parameters["weight"]}
         for name in ("lora_A", "lora_B"):
@@ -115,7 +115,7 @@ class LoRALinear(nn.Linear):
         return f"{super().extra_repr()}, rank={len(self.lora_A)}, scale={self.lora_scale:g}"
 
     def _full_b(self) -> Tensor:
-        """B with a row of zeros for each of W that is not adapted."""
+        """Return B with a row of zeros for each row of W that is not adapted."""
         if self.lora_rows is None:
             return self.lora_B
         pieces, at, done = [], 0, 0
@@ -135,7 +135,7 @@ def unmerge(layer: nn.Module) -> None:
 
 
 def is_merged(layer: nn.Module) -> bool:
-    """Whether it was a `LoRALinear` that was merged."""
+    """Whether the layer is a merged `LoRALinear`."""
     return "_apart" in layer.__dict__
 
 
@@ -144,12 +144,12 @@ def _merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 
 def _is_one_product(tokens: Tensor, base: Tensor) -> bool:
-    """Whether W + s·B·A is formed: not in low precision, which would round a small change away."""
+    """Whether W + s·B·A is computed: not in low precision, which would round a change away."""
     num_rows = tokens.numel() // max(1, tokens.shape[-1])
     return (
         tokens.dtype == base.dtype
         and tokens.dtype in (torch.float32, torch.float64)
-        and num_rows * sum(base.shape) >= base.numel()  # else forming it is most of the work
+        and num_rows * sum(base.shape) >= base.numel()  # else computing it is most of the work
         and not torch.is_autocast_enabled(tokens.device.type)
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()

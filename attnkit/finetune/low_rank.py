@@ -1,4 +1,4 @@
-"""LoRA: frozen weights with a low-rank change beside them, and such changes merged."""
+"""LoRA: low-rank changes of frozen weights, and merging them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,31 +39,31 @@ def lora(
     """Train low-rank changes of frozen linear layers, W + (alpha / rank) · B·A, and the head.
 
     Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021. A begins random and B zero,
-    so that the network first computes what it did. A layer that holds queries, keys and values in
-    one matrix has one A, as in Hugging Face's peft; loralib's has one for each of them.
+    so that the network's outputs are unchanged at first. A layer that holds queries, keys and
+    values in one matrix has one A, as in Hugging Face's peft; loralib has one for each of them.
 
     Every `torch.nn.Linear` whose weight no other layer shares can be adapted, in timm's networks,
     attnkit's and others. Dropout stays as in full training; batch norms keep their running
-    statistics. In evaluation the sum of both weights is what runs; `merge` makes it plain layers.
+    statistics. Evaluation uses the sum of both weights; `merge` turns the layers into plain ones.
 
     Args:
         model: the network, changed in place.
-        rank: of B·A, for each layer.
+        rank: rank of B·A in each layer.
         alpha: the change is scaled by alpha / rank.
-        dropout: of the input of A, in training. With it a step takes longer: the change is then no
-            matrix that could be added to W.
+        dropout: dropout of the input of A, in training. With it a step takes longer, since the
+            change is no matrix that could be added to W.
         targets: the layers: "attention", the projections of attention; "mlp"; "all", or globs of
-            module names ("*.qkv", ["blocks.*.attn.proj", "*.fc1"]). Those of the head are never.
+            module names ("*.qkv", ["blocks.*.attn.proj", "*.fc1"]). The head is never adapted.
         qkv: which of queries, keys and values are adapted, "qv" for instance, in layers that hold
             all three and in those that hold one.
-        train_head: whether the head is trained, whole.
+        train_head: whether the whole head is trained.
         layer_decay, head_lr, head: as in `full`.
 
     Returns:
-        the model itself.
+        The model itself.
 
     Raises:
-        ValueError: it is already fine-tuned, has no such layers, or a number is out of range.
+        ValueError: the model is fine-tuned already or has no such layers; a number is out of range.
     """
     check_new(model)
     whole_number(rank=rank)
@@ -132,11 +132,11 @@ def unmerge(model: nn.Module) -> nn.Module:
 def merge_state_dict(
     state: Mapping[str, Tensor], *, rank: int = 8, alpha: float = 16.0, qkv: str = "qkv", **_: Any
 ) -> dict[str, Tensor]:
-    """The state dict of a network with LoRA's changes merged into the weights.
+    """Return the state dict of a network with LoRA's changes merged into the weights.
 
     Args:
-        state: a `state_dict()` of a network that `lora` was applied to, of any other as it is.
-        rank, alpha, qkv: as they were for `lora`, whose other arguments are not needed.
+        state: `state_dict()` of a network to which `lora` was applied; others stay as they are.
+        rank, alpha, qkv: as given to `lora`, whose other arguments are not needed.
 
     Raises:
         ValueError: the state dict was made with other values.
@@ -164,7 +164,7 @@ def merge_state_dict(
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[nn.Module]:
-    """Context in which the LoRA layers of a network, if it has any, are merged."""
+    """Return a context in which the LoRA layers of a network, if it has any, are merged."""
     has_any = any(isinstance(layer, LoRALinear) for layer in model.modules())
     if has_any:
         merge(model)

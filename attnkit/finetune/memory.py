@@ -1,4 +1,4 @@
-"""What is trained of a network, and the memory that a step takes beside the weights."""
+"""The trained parameters of a network, and the memory of a step beside the weights."""
 
 import re
 from collections import Counter
@@ -13,10 +13,10 @@ from attnkit.finetune.low_rank import merged
 
 
 def trained_layers(network: nn.Module) -> Counter[str]:
-    """How many parameters are trained, by the name of their layer; alike layers are counted once.
+    """Return the number of trained parameters by layer; similar layers are counted together.
 
-    The name of a layer in a list is that of all in it: `blocks.*.attention.in_proj`. Those of LoRA
-    and biases are told from the rest.
+    Layers in a list share one name, such as `blocks.*.attention.in_proj`. LoRA's matrices and
+    biases have entries of their own.
     """
     layers: Counter[str] = Counter()
     for name, parameter in network.named_parameters():
@@ -36,18 +36,18 @@ def _layer(name: str) -> str:
 def memory_of_step(
     network: nn.Module, optimizers: Iterable[Optimizer], step: Callable[[], Any]
 ) -> tuple[float, float]:
-    """Bytes of activations, gradients and optimizer state: as it is trained, and if all of it were.
+    """Return bytes of activations, gradients and optimizer state: now, and if all were trained.
 
     Args:
-        network: trained in part.
+        network: a network that is trained in part.
         optimizers: its optimizers, after a step.
-        step: computes a loss.
+        step: function that computes a loss.
     """
     parameters = list(network.parameters())
     own, kept = _size(p for p in parameters if p.requires_grad), _kept(network, step)
     states = [value for o in optimizers for state in o.state.values() for value in state.values()]
     arrays = [value for value in states if isinstance(value, Tensor) and value.ndim > 0]
-    of_each = 1 + _size(arrays) / max(1, own)  # of a parameter: gradient and state
+    of_each = 1 + _size(arrays) / max(1, own)  # gradient and state per byte
     with merged(network):
         whole = list(network.parameters())
         before = [parameter.requires_grad for parameter in whole]
@@ -61,7 +61,7 @@ def memory_of_step(
 
 
 def _kept(network: nn.Module, step: Callable[[], Any]) -> int:
-    """Bytes of tensors that a step keeps for its backward, beside the weights and their sums."""
+    """Return the bytes of tensors that a step keeps for its backward, beside the weights."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in network.parameters()}
     sizes: dict[int, int] = {}
     alive = []
@@ -70,7 +70,7 @@ def _kept(network: nn.Module, step: Callable[[], Any]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             sizes[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)  # so that no other takes its place
+            alive.append(tensor)  # so that no other takes its address
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):

@@ -1,4 +1,4 @@
-"""Fine-tuning by training a part of the parameters that a network has."""
+"""Fine-tuning methods that train a part of a network's parameters."""
 
 from torch import nn
 
@@ -22,22 +22,22 @@ def full(
     head_lr: float | None = None,
     head: str | None = None,
 ) -> nn.Module:
-    """Train everything.
+    """Train all parameters.
 
     Args:
         model: the network; these settings are stored on it for `parameter_groups`.
-        layer_decay: the learning rate of a layer over that of the next (Clark et al., ELECTRA,
-            2020; Bao et al., BEiT, 2021): the head has that of the optimizer, the last block
+        layer_decay: ratio of a layer's learning rate to that of the next layer (Clark et al.,
+            ELECTRA, 2020; Bao et al., BEiT, 2021): the head has the optimizer's, the last block
             `layer_decay` times that, the one before `layer_decay`² …; None: all have the same.
-        head_lr: the head's own learning rate; None: that of the optimizer.
-        head: a glob for the names of the head's modules; None: timm's classifier, or found by the
-            usual names.
+        head_lr: learning rate of the head; None: the optimizer's.
+        head: a glob for the names of the head's modules; None: timm's classifier, or the modules
+            with a usual name.
 
     Returns:
-        the model itself.
+        The model itself.
 
     Raises:
-        ValueError: it is already fine-tuned, a number is out of range, or there is no such head.
+        ValueError: the model is fine-tuned already, a number is out of range, or no head is found.
     """
     check_new(model)
     check_rates(layer_decay, head_lr)
@@ -51,12 +51,12 @@ def head_only(model: nn.Module, *, cache: bool = True, head: str | None = None) 
 
     Args:
         model: the network.
-        cache: whether `CachedFeatures`, which every `attnkit.lightning.TaskModule` then brings,
-            computes the features of each sample once; see there.
+        cache: whether the callback `CachedFeatures`, which every `attnkit.lightning.TaskModule`
+            then adds, computes the features of each sample only once.
         head: as in `full`.
 
     Raises:
-        ValueError: it is already fine-tuned, or there is no head to be found.
+        ValueError: the model is fine-tuned already, or no head is found.
     """
     check_new(model)
     found = head_of(model, head)
@@ -84,12 +84,12 @@ def last_blocks(
     statistics, and no gradients.
 
     Args:
-        model: a network of blocks: timm's by its `group_matcher`, else the lists in it.
-        num_blocks: how many blocks are trained.
+        model: a network with blocks, known by timm's `group_matcher`, else by the lists in it.
+        num_blocks: number of trained blocks.
         layer_decay, head_lr, head: as in `full`.
 
     Raises:
-        ValueError: it is already fine-tuned, has fewer blocks, or no blocks.
+        ValueError: the model is fine-tuned already, has fewer blocks, or no blocks.
     """
     check_new(model)
     whole_number(num_blocks=num_blocks)
@@ -127,7 +127,7 @@ def bitfit(
         layer_decay, head_lr, head: as in `full`.
 
     Raises:
-        ValueError: it is already fine-tuned, or has no bias.
+        ValueError: the model is fine-tuned already, or has no bias.
     """
     check_new(model)
     check_rates(layer_decay, head_lr)
@@ -142,7 +142,7 @@ def bitfit(
 
 
 def check_rates(layer_decay: float | None, head_lr: float | None) -> None:
-    """ValueError unless they are learning rates."""
+    """Raise ValueError if a decay or learning rate is out of range."""
     if layer_decay is not None and not 0 < layer_decay <= 1:
         raise ValueError(f"layer_decay: expected above 0 and at most 1, got {layer_decay!r}")
     if head_lr is not None:
@@ -150,7 +150,7 @@ def check_rates(layer_decay: float | None, head_lr: float | None) -> None:
 
 
 def whole_number(**arguments: object) -> None:
-    """ValueError unless each is an integer above 0."""
+    """Raise ValueError unless each argument is an integer above 0."""
     for name, value in arguments.items():
         if type(value) is not int:
             raise ValueError(f"{name}: expected an integer, got {value!r}")

@@ -1,4 +1,4 @@
-"""The order of a network's layers: its head, its blocks, and how deep each parameter lies."""
+"""The order of a network's layers: its head, its blocks, and the depth of each parameter."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,10 @@ _LISTS = re.compile(r"blocks|layers?|stages|features|encoder|(layer|stage)_?\d+"
 
 
 def head_of(network: nn.Module, head: str | None = None) -> tuple[str, ...]:
-    """The names of the modules that make the outputs of a task from the features.
+    """Return the names of the modules that compute the outputs of a task from the features.
 
-    Those that a glob of module names matches; without one, timm's classifier, else the module
-    nearest to the top that is called head, fc or classifier, else the last block.
+    They are the modules that a glob of names matches; without one, timm's classifier, else the
+    modules nearest to the top that are called head, fc or classifier, else the last block.
 
     Raises:
         ValueError: a glob that matches no module with parameters.
@@ -38,14 +38,15 @@ def head_of(network: nn.Module, head: str | None = None) -> tuple[str, ...]:
 
 
 def blocks_of(network: nn.Module) -> list[str]:
-    """The names of the blocks that a network applies one after the other, in their order."""
+    """Return the names of the blocks that a network applies one after the other, in order."""
     return list(_blocks(network, ""))
 
 
 def layer_numbers(network: nn.Module, head: Sequence[str]) -> dict[str, int]:
-    """How deep each parameter lies: 0 before the blocks, then one for each block, then the head.
+    """Return the depth of each parameter: 0 before the blocks, one for each block, then the head.
 
-    By timm's `group_matcher` where the network has one. A norm after the last block belongs to it.
+    timm's `group_matcher` decides if the network has one. A norm after the last block belongs to
+    that block.
     """
     if hasattr(network, "group_matcher"):
         from timm.models import group_parameters

@@ -1,4 +1,4 @@
-"""What was done to a network to fine-tune it: a record that stays on it."""
+"""The record of how a network is fine-tuned, which is stored on the network."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass(frozen=True)
 class FineTuned:
-    """How a network is fine-tuned; `network.finetuned`.
+    """How a network is fine-tuned; stored as `network.finetuned`.
 
-    method: the name of the function that did it.
+    method: the name of the method that was applied.
     head: the names of the modules that count as its head.
     options: arguments of the method, as plain data.
-    layer_decay, head_lr: of `attnkit.lightning.parameter_groups`.
+    layer_decay, head_lr: settings of `attnkit.lightning.parameter_groups`.
     """
 
     method: str
@@ -26,12 +26,12 @@ class FineTuned:
 
 
 def note(network: nn.Module, record: FineTuned) -> None:
-    """Leave the record on the network."""
+    """Store the record on the network."""
     network.finetuned = record  # type: ignore[assignment]
 
 
 def finetuned(module: nn.Module) -> tuple[str, nn.Module, FineTuned] | None:
-    """Find the fine-tuned network in a module: its name there, the network, and its record."""
+    """Return the fine-tuned network in a module: its name there, the network, and its record."""
     for name, child in module.named_modules():
         record = child.__dict__.get("finetuned")
         if isinstance(record, FineTuned):
@@ -40,7 +40,7 @@ def finetuned(module: nn.Module) -> tuple[str, nn.Module, FineTuned] | None:
 
 
 def check_new(network: nn.Module) -> None:
-    """ValueError if it is being fine-tuned already, TypeError if it is not a network."""
+    """Raise ValueError if it is already fine-tuned, TypeError if it is not a network."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(network).__name__}")
     if (found := finetuned(network)) is not None:
@@ -48,7 +48,7 @@ def check_new(network: nn.Module) -> None:
 
 
 def train_only(network: nn.Module, chosen: Callable[[str], bool]) -> None:
-    """Freeze all parameters but those whose names are chosen."""
+    """Freeze all parameters except those whose names are chosen."""
     network.requires_grad_(False)
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if chosen(name):
@@ -56,19 +56,19 @@ def train_only(network: nn.Module, chosen: Callable[[str], bool]) -> None:
 
 
 def is_below(name: str, modules: Iterable[str]) -> bool:
-    """Whether a parameter or module is in one of these modules or is one."""
+    """Whether a parameter or module is one of these modules, or in one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-# --- evaluation mode of what is frozen ------------------------------------------------------------
+# --- evaluation mode of frozen modules ------------------------------------------------------------
 
 _ALIKE = {nn.Linear, nn.LayerNorm, nn.Conv2d, nn.Embedding, nn.Identity}
 """Leaves that compute the same in training and evaluation."""
 
 
 def keep_frozen_in_evaluation(network: nn.Module) -> None:
-    """What comes before the first trained module, and later modules that are frozen as a whole,
-    stay in evaluation mode: no dropout, no drop path, no running statistics."""
+    """Keep modules before the first trained one, and later modules that are frozen as a whole, in
+    evaluation mode: no dropout, no drop path, no running statistics."""
     trained_before = False
     for child in network.children():
         parameters = list(child.parameters())
@@ -81,7 +81,7 @@ def keep_frozen_in_evaluation(network: nn.Module) -> None:
 
 
 def keep_batch_norms_in_evaluation(network: nn.Module) -> None:
-    """Running statistics are a part of the weights: those of frozen norms stay as they are."""
+    """Keep frozen batch norms in evaluation: running statistics are a part of the weights."""
     for module in network.modules():
         if isinstance(module, _BatchNorm) and not any(
             parameter.requires_grad for parameter in module.parameters()
@@ -100,5 +100,5 @@ def _keep_in_evaluation(module: nn.Module) -> None:
 
 
 def _to_evaluation(module: nn.Module, inputs: Any) -> None:
-    if module.training:  # somebody has called train() of the whole
+    if module.training:  # train() was called on the whole network
         module.eval()

@@ -1,4 +1,4 @@
-"""Which linear layers of a network are adapted."""
+"""The choice of a network's linear layers that are adapted."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Rows = list[tuple[int, int]]
 def find_targets(
     network: nn.Module, targets: str | Sequence[str], head: Sequence[str], qkv: str
 ) -> dict[str, tuple[nn.Linear, Rows | None]]:
-    """The linear layers by name, with the rows of each that are adapted (None: all).
+    """Return linear layers by name, with the rows of each that are adapted (None: all).
 
     Args:
         targets: "attention", "mlp", "all", or globs of module names.
@@ -59,7 +59,7 @@ def find_targets(
 
 
 def _linears(network: nn.Module, head: Sequence[str]) -> dict[str, nn.Linear]:
-    """Those outside of the head whose weight is used by no other layer."""
+    """Return linear layers outside of the head whose weight no other layer uses."""
     uses = Counter(id(p) for _, p in network.named_parameters(remove_duplicate=False))
     return {
         name: module
@@ -87,7 +87,7 @@ def _is_meant(network: nn.Module, name: str, pattern: str) -> bool:
 
 
 def _around(network: nn.Module, parts: list[str]) -> list[tuple[str, nn.Module]]:
-    """The modules around a layer, from the outermost, with the layer itself left out."""
+    """Return the modules around a layer, from the outermost, without the layer itself."""
     paths = [".".join(parts[:end]) for end in range(1, len(parts))]
     return [(path.rpartition(".")[2], network.get_submodule(path)) for path in paths]
 
@@ -98,7 +98,7 @@ def _is_attention(named: tuple[str, nn.Module]) -> bool:
 
 
 def _rows(network: nn.Module, name: str, layer: nn.Linear, qkv: str) -> Rows | None:
-    """The rows that are adapted: all (None), those of some thirds, or none ([])."""
+    """Return the rows that are adapted: all (None), those of some thirds, or none ([])."""
     if set(qkv) == set("qkv"):
         return None
     parent, _, last = name.rpartition(".")

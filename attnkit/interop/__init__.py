@@ -1,10 +1,10 @@
 """Weights from modules of other libraries, and attnkit's attention in models of transformers, with
 equal outputs.
 
-What a model has and attnkit's does not is refused with the reason, never dropped: every module of
-the model must be of a type known here, the settings of its blocks must be one, and no entry of its
-state dict may be left over. Dtypes, devices, the mode, and which parameters are frozen are those of
-the original.
+A model with something that attnkit's lacks is refused with the reason, and nothing is dropped:
+every module of the model must be of a known type, the settings of its blocks must be equal, and no
+entry of its state dict may be left over. Dtypes, devices, the mode, and which parameters are frozen
+are those of the original.
 """
 
 from typing import TYPE_CHECKING

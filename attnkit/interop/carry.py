@@ -1,4 +1,4 @@
-"""What every conversion does: look at the class, refuse what is unknown, rename, load."""
+"""The steps of every conversion: check the class, refuse what is unknown, rename, load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ State = dict[str, Tensor]
 
 
 def check_class(module: object, *expected: type) -> None:
-    """TypeError unless it is exactly one of these classes: subclasses may compute anything."""
+    """Raise TypeError unless the class is one of these: subclasses may compute anything."""
     if type(module) not in expected:
         names = ", ".join(f"{known.__module__}.{known.__name__}" for known in expected)
         given = type(module)
@@ -26,7 +26,7 @@ def refuse(module: nn.Module, reasons: Mapping[str, bool]) -> None:
 
 
 def unknown_parts(model: nn.Module, known: set[Any]) -> dict[str, bool]:
-    """The modules of no known type or with hooks, whose computation is therefore unknown."""
+    """Return modules of unknown types or with hooks, whose computation is therefore unknown."""
     places: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if type(module) not in known:
@@ -37,7 +37,7 @@ def unknown_parts(model: nn.Module, known: set[Any]) -> dict[str, bool]:
 
 
 def shortened(names: Collection[str]) -> str:
-    """The first two of many names."""
+    """Return a text with the first two of many names."""
     first, rest = list(names)[:2], len(names) - 2
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
@@ -48,7 +48,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> State:
-    """With parts of names replaced in turn; a name without such a part stays and is refused."""
+    """Return the state with parts of names replaced in turn; other names are refused later."""
     renamed = {}
     for name, tensor in state.items():
         for theirs, ours in names.items():
@@ -58,15 +58,15 @@ def renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> State:
 
 
 def state_of(module: nn.Module, prefix: str = "") -> State:
-    """Its state dict with the parameters themselves, which know whether they are frozen; layers of
-    PyG detach them even with `keep_vars=True`."""
+    """Return a state dict of the parameters themselves, which know whether they are frozen; layers
+    of PyG detach them even with `keep_vars=True`."""
     state = module.state_dict(prefix=prefix)
     named = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
     return state | {name: parameter for name, parameter in named if name in state}
 
 
 def joined(*parts: Tensor) -> Tensor:
-    """Parameters of theirs one after the other, which are one parameter here.
+    """Concatenate parameters of the original that are one parameter here.
 
     Raises:
         ValueError: some of them are frozen and others are not.
@@ -80,8 +80,9 @@ def joined(*parts: Tensor) -> Tensor:
 
 
 def loaded(ours: Any, state: State, theirs: nn.Module) -> Any:
-    """Our module with the state, in the mode of the original; each parameter of the dtype, in the
-    place and frozen or not as in the state, which is made of `state_of` with gradients enabled.
+    """Return our module with the state, in the mode of the original. Dtype and device of each
+    parameter, and whether it is frozen, are those in the state, which is made of `state_of` with
+    gradients enabled.
 
     Raises:
         ValueError: names or shapes are not exactly the module's; nothing is loaded.
@@ -96,7 +97,7 @@ def loaded(ours: Any, state: State, theirs: nn.Module) -> Any:
     ]
     if differ:
         raise ValueError(f"{source} does not fit {type(ours).__name__}: {shortened(differ)}")
-    ours = ours.to(next(theirs.parameters()))  # buffers that are in no state
+    ours = ours.to(next(theirs.parameters()))  # for buffers that are in no state
     ours.load_state_dict(
         {name: tensor.detach().clone() for name, tensor in state.items()}, assign=True
     )

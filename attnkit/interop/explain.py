@@ -19,20 +19,20 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def explainable(model: Model) -> Model:
-    """A copy of the model, with the same parameters, that PyG's explainers can look into.
+    """Return a copy of the model, with the same parameters, that PyG's explainers can read.
 
         explainer = Explainer(interop.explainable(model), algorithm=GNNExplainer(), …)
 
-    Explainers find the `MessagePassing` modules of a model: they mask the messages of edges
+    Explainers use the `MessagePassing` modules of a model: they mask the messages of edges
     (`GNNExplainer`, `PGExplainer`, `CaptumExplainer`), read attention from them
     (`AttentionExplainer`) and count them as hops. In the copy each `GraphAttention` sums its
-    messages weight · (W_v x_j + W_e e_ij) by such a module: the same output, in memory of edges ×
-    channels, so for explaining and not for training. The model must be called with the graph's
-    `edge_index`, not with `Edges`, as explainers do. `GraphMaskExplainer`, which rewrites the
-    forward of each layer, cannot be served.
+    messages weight · (W_v x_j + W_e e_ij) by such a module: the output is the same, but it takes
+    memory of edges × channels, so that it is for explaining and not for training. Call the model
+    with the graph's `edge_index`, not with `Edges`, as explainers do. `GraphMaskExplainer`, which
+    rewrites the forward of each layer, is not supported.
 
-    Unlike with PyG's layers, `AttentionExplainer` reads the weights of the right edges where the
-    graph has self-loops and the layer replaces them by its own.
+    Unlike with PyG's layers, `AttentionExplainer` reads the weights of the right edges if the graph
+    has self-loops and the layer replaces them by its own.
 
     Raises:
         ValueError: the model has no `GraphAttention`.
@@ -49,7 +49,7 @@ def explainable(model: Model) -> Model:
 
 
 class _ExplainedAttention(GraphAttention):
-    """`GraphAttention` whose sums are made by PyG."""
+    """A `GraphAttention` whose sums are computed by PyG."""
 
     messages: nn.Module
 
@@ -93,7 +93,7 @@ def _messages_class() -> Any:
             sums = self.propagate(
                 edge_index, size=size, value=(value, None), alpha=alpha, edge_value=edge_value
             )
-            return sums.flatten(1)  # PGExplainer takes what comes out for nodes × channels
+            return sums.flatten(1)  # PGExplainer expects nodes × channels
 
         def message(self, value_j, alpha, edge_value):
             value = value_j if edge_value is None else value_j + edge_value

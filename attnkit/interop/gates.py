@@ -20,7 +20,7 @@ _SPATIAL_GATE = {"conv.conv.": "conv.", "conv.bn.": "norm."}
 
 
 def gates_of_timm() -> Converters:
-    """What converts each class of timm's that a gate here is equal to."""
+    """Return a converter for each class of timm to which a gate here is equal."""
     from timm.layers.cbam import CbamModule, ChannelAttn, SpatialAttn
     from timm.layers.coord_attn import CoordAttn
     from timm.layers.eca import EcaModule
@@ -37,7 +37,7 @@ def gates_of_timm() -> Converters:
 
 
 def gates_of_torchvision() -> Converters:
-    """What converts each class of torchvision's that a gate here is equal to."""
+    """Return a converter for each class of torchvision to which a gate here is equal."""
     from torchvision.ops import SqueezeExcitation as TheirSqueezeExcitation
 
     return {TheirSqueezeExcitation: _from_torchvisions_se}
@@ -72,7 +72,7 @@ def _from_torchvisions_se(module: Any) -> SqueezeExcitation:
 
 
 def _from_eca(module: Any) -> EfficientChannelAttention:
-    # timm's convolves the pixels' mean of any number of channels and does not keep how many
+    # timm's convolves the mean over pixels of any number of channels, and does not keep the number
     ours = EfficientChannelAttention(None, kernel_size=module.conv.kernel_size[0])
     refused = {"use_mlp: two layers": module.conv2 is not None}
     return _carried(ours, module, {}, {}, refused)
@@ -109,7 +109,7 @@ def _from_cbam(module: Any) -> CBAM:
 
 
 def _conv_norm(prefix: str) -> dict[str, type]:
-    """The parts of timm's convolution with a norm and without an activation."""
+    """Return the parts of timm's convolution with a norm and without an activation."""
     from timm.layers import BatchNormAct2d, ConvNormAct
 
     return {
@@ -140,9 +140,9 @@ def _carried(
     parts: Mapping[str, type],
     refused: Mapping[str, bool] | None = None,
 ) -> Any:
-    """Our module with the weights of theirs, whose parts besides convolutions are of these types.
+    """Return our module with the weights of theirs, whose parts except convolutions are as given.
 
-    Convolutions must be ours in all but their weights; batch norms hand their settings over.
+    Convolutions must equal ours in all but their weights; settings of batch norms are copied.
     """
     from timm.layers.activations import Sigmoid
 
@@ -169,7 +169,7 @@ def _carried(
     our_norms = (module for module in ours.modules() if isinstance(module, nn.BatchNorm2d))
     for mine, their in zip(our_norms, norms, strict=True):
         mine.eps, mine.momentum = their.eps, their.momentum
-        mine.train(their.training)  # it may stand in evaluation alone, its statistics frozen
+        mine.train(their.training)  # it alone may be in evaluation, with frozen statistics
     return ours
 
 

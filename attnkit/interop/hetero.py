@@ -21,39 +21,39 @@ def to_hetero(
     input_map: dict[str, str] | None = None,
     debug: bool = False,
 ) -> fx.GraphModule:
-    """`torch_geometric.nn.to_hetero` of a model with `GraphAttention`, or of `attnkit.GAT`.
+    """Apply `torch_geometric.nn.to_hetero` to a model with `GraphAttention`, or to `attnkit.GAT`.
 
         model = attnkit.GAT((-1, -1), 64, 4, add_self_loops=False)
         model = interop.to_hetero(model, data.metadata())
         logits = model(data.x_dict, data.edge_index_dict)  # by node type
 
     Each attention is copied for each edge type, every other layer for each node type, and what a
-    node gets by its edge types is summed (Schlichtkrull et al., Modeling Relational Data with Graph
-    Convolutional Networks, 2018). PyG's own function takes nothing but subclasses of its
-    `MessagePassing` for what aggregates over edges; with `GraphAttention` it would give one output
-    for each edge type, and ends in a TypeError that names this one. Unlike it, this one also looks
-    into your own modules that hold attention. Layers of PyG are converted as by PyG.
+    node gets from its edge types is summed (Schlichtkrull et al., Modeling Relational Data with
+    Graph Convolutional Networks, 2018). PyG's own function takes only subclasses of its
+    `MessagePassing` for layers that aggregate over edges; with `GraphAttention` it would give one
+    output for each edge type, and ends in a TypeError that names this function. This one also
+    converts inside your own modules that hold attention. Layers of PyG are converted as by PyG.
 
     Args:
-        model: its `forward` takes nodes, edges as a tensor, and features of edges; arguments of
-            edges have "edge" or "adj" in their names.
+        model: its `forward` takes nodes, edges as a tensor, and edge features; arguments for edges
+            have "edge" or "adj" in their names.
         metadata: node types and edge types, as `HeteroData.metadata()` gives them, or a JSON file.
-        aggr, input_map, debug: as in PyG's.
+        aggr, input_map, debug: as in PyG's function.
 
     Returns:
-        A model that takes and gives a dict in the place of each tensor.
+        A model that takes and returns a dict in place of each tensor.
 
     Raises:
-        ValueError: the model has no `GraphAttention`; its `forward` branches or loops over what a
-            tensor says, which torch.fx cannot trace; a layer adds self-loops, and an edge type
-            joins two node types; or metadata of another form.
+        ValueError: the model has no `GraphAttention`; its `forward` branches or loops over values
+            of a tensor, which torch.fx cannot trace; a layer adds self-loops, and an edge type
+            joins two node types; or metadata have another form.
     """
     if not any(isinstance(module, GraphAttention) for module in model.modules()):
         raise ValueError(f"model: {type(model).__name__} has no GraphAttention")
     make = _transformer_class()
     hetero = make(model, as_metadata(metadata), aggr, input_map, debug).transform()
     for part in hetero.modules():
-        if type(part) in (nn.Module, nn.ModuleDict, nn.ModuleList):  # made for the copies
+        if type(part) in (nn.Module, nn.ModuleDict, nn.ModuleList):  # created for the copies
             part.training = model.training
     return hetero
 
@@ -75,7 +75,7 @@ def _transformer_class() -> Any:
             return is_leaf(m)
 
     class Transformer(ToHeteroTransformer):
-        """PyG's, to which `GraphAttention` is what aggregates over edges, too."""
+        """PyG's transformer, for which `GraphAttention` aggregates over edges, too."""
 
         def __init__(self, module: nn.Module, *args: Any) -> None:
             super().__init__(nn.Identity(), *args)  # it would trace as if all modules were leaves

@@ -1,4 +1,4 @@
-"""timm's NaFlexViT as our ViT, by way of timm's VisionTransformer of the same weights."""
+"""timm's NaFlexViT as attnkit's `ViT`, by way of timm's VisionTransformer of the same weights."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from attnkit.models.vit import ViT
 
 
 def with_positions_of(model: Any, vit: ViT) -> ViT:
-    """The `ViT` of `as_vision_transformer(model)` for images of any size: its positions, learned or
-    factorized, are resampled as those of the `NaFlexVit`; returns it."""
+    """Give the `ViT` of `as_vision_transformer(model)` the positions of the `NaFlexVit`, learned or
+    factorized, which are resampled to images of any size as there; return it."""
     embeds = model.embeds
     vit.native, square = True, embeds.pos_embed_ar_preserving
     vit.resampling = Resampling(embeds.pos_embed_interp_mode, embeds.pos_embed_antialias, square)
@@ -25,14 +25,14 @@ def with_positions_of(model: Any, vit: ViT) -> ViT:
 
 
 def as_vision_transformer(model: Any) -> nn.Module:
-    """A `VisionTransformer` that shares the parameters of a `NaFlexVit`.
+    """Return a `VisionTransformer` that shares the parameters of a `NaFlexVit`.
 
-    Its images have the size of the grid of the learned positions, on which both compute the same,
-    but for factorized positions, which it has none of.
+    Its images have the size of the grid of the learned positions, for which both compute the same.
+    It has no factorized positions.
 
     Raises:
         TypeError: the embedding is not `NaFlexEmbeds` itself.
-        ValueError: the model has a part that a `VisionTransformer` does not; all are named.
+        ValueError: the model has parts that a `VisionTransformer` lacks; all are named.
     """
     from timm.models.naflexvit import NaFlexEmbeds
     from timm.models.vision_transformer import VisionTransformer

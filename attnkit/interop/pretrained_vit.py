@@ -1,4 +1,4 @@
-"""Our Vision Transformer with pretrained weights: timm's, from a file, a folder or the hub."""
+"""`ViT` with pretrained weights: timm's, or from a file, a folder or the hub."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from attnkit.models.weights import (
 )
 
 _log = logging.getLogger(__name__)
-# What a file does not say is taken to be as in the model that it is for.
+# Settings that a file does not tell; they are taken to be those of the model.
 _UNSAID = ("num_heads", "pooling", "activation", "norm_eps")
 
 
@@ -34,20 +34,20 @@ class PretrainedViT(ViT):
     """`ViT` with optional pretrained weights, timm's or its own.
 
     Positions and patches are resampled to its image and patch size, the first layer is adapted to
-    its channels. A head for another number of classes is left out, and parameters that the
-    pretrained network lacks, as those of a learned `score`, start as they do without: the log says
-    so (logger `attnkit.interop.pretrained_vit`). With the same settings the logits are equal to
+    its channels. A head for another number of classes is replaced by a new one, and parameters that
+    the pretrained network lacks, such as those of a learned `score`, start untrained: the logger
+    `attnkit.interop.pretrained_vit` says so. With the same settings the logits are equal to
     the pretrained network's (see `attnkit.interop.from_timm`).
 
     Args:
         pretrained: None: no weights. Or a name of timm's registry (`vit_small_patch16_224`) with
             weights, `hf-hub:NAME` or a Hugging Face folder of such a network, or a file: a state
-            dict of timm's Vision Transformer or of our `ViT`. No code is run.
-        **options: of `ViT`.
+            dict of timm's Vision Transformer or of `ViT`. No code is run.
+        **options: arguments of `ViT`.
 
     Raises:
-        ValueError: weights that cannot be had, or are of another network: every setting that
-            differs is named, with both sides.
+        ValueError: weights that cannot be loaded, or that belong to another network: every setting
+            that differs is named, with both sides.
     """
 
     def __init__(self, *, pretrained: str | Path | None = None, **options: Any) -> None:
@@ -60,7 +60,7 @@ class PretrainedViT(ViT):
         self._take_over(str(pretrained), donor)
 
     def _donor(self, given: str, options: dict[str, Any]) -> ViT:
-        """The pretrained network as a `ViT` of its own size."""
+        """Return the pretrained network as a `ViT` of its own size."""
         channels = self.patch_embed.weight.shape[1]
         if is_name(given):
             theirs = timm_backbone(given, channels, self.num_classes, pretrained=True)
@@ -92,7 +92,7 @@ class PretrainedViT(ViT):
             has_positions = _side(count) is None or _side(count - prefix) is not None
             state = named_as_ours(state, prefix_has_positions=has_positions)
         if "patch_embed.weight" not in state or state["patch_embed.weight"].ndim != 4:
-            raise ValueError(f"{given} holds no Vision Transformer under timm's names or ours")
+            raise ValueError(f"{given} holds no Vision Transformer under timm's or attnkit's names")
         patches = state["patch_embed.weight"]
         channels, patch = self.patch_embed.weight.shape[1], tuple(patches.shape[2:])
         if patches.shape[1] != channels:
@@ -133,7 +133,7 @@ class PretrainedViT(ViT):
 
 
 def _settings(vit: ViT) -> dict[str, Any]:
-    """All that makes it another network, by the names of its arguments; not sizes of images."""
+    """Return the settings that define the network, by argument names; sizes of images do not."""
     block: Any = vit.blocks[0]
     return {
         **_settings_of_state(vit.state_dict()),
@@ -145,7 +145,7 @@ def _settings(vit: ViT) -> dict[str, Any]:
 
 
 def _settings_of_state(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The settings of a `ViT` that its parameters tell, by the names of its arguments."""
+    """Return the settings of a `ViT` that its parameters show, by argument names."""
     dim = len(state["patch_embed.weight"])
     hidden = state.get("blocks.0.mlp.fc1.weight")
     registers = state.get("registers")
@@ -173,6 +173,6 @@ def _check_settings(given: str, there: Mapping[str, Any], here: Mapping[str, Any
 
 
 def _side(count: int) -> int | None:
-    """Of a square grid of so many places."""
+    """Return the side of a square grid with `count` positions; None if it is not square."""
     side = math.isqrt(max(count, 0))
     return side if side and side**2 == count else None

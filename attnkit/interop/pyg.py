@@ -18,28 +18,27 @@ if TYPE_CHECKING:
     from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
 
 
-@torch.enable_grad()  # by which parts of parameters know whether they are frozen
+@torch.enable_grad()  # so that joined parameters know whether they are frozen
 def from_pyg(module: nn.Module) -> Any:
     """Convert PyG's layer to attnkit's, with equal outputs and gradients; or every such layer in a
     copy of a model.
 
         model = interop.from_pyg(torch_geometric.nn.GAT(1433, 64, 2, 7, heads=8))
 
-    All options are converted except `mod` of `RGATConv`. Differences: weights are those
-    before dropout; edge features are asked for where there is an `edge_dim`, and refused where
-    there is none (there PyG's `GATConv` ignores them, and `TransformerConv` adds them to the values
-    as they are); what a layer keeps and does not use, as `TransformerConv` does without
-    `root_weight`, is left out.
+    All options are converted except `mod` of `RGATConv`. Differences: weights are those before
+    dropout; edge features are required with an `edge_dim` and refused without one (PyG's `GATConv`
+    then ignores them, and `TransformerConv` adds them to the values as they are); parameters that a
+    layer keeps and does not use, as `TransformerConv` does without `root_weight`, are left out.
 
     Args:
-        module: `TransformerConv`, `GATv2Conv` or `GATConv`, or of typed graphs `HGTConv`,
+        module: `TransformerConv`, `GATv2Conv` or `GATConv`, or for typed graphs `HGTConv`,
             `HANConv` or `RGATConv`; or a model with some of them, in which subclasses of these,
             which may compute anything, stay as they are.
 
     Raises:
-        TypeError: neither.
-        ValueError: a layer has what attnkit's does not; everything is named. Or some of the
-            parameters that are one in ours are frozen and others not.
+        TypeError: the module is neither.
+        ValueError: a layer has parts that attnkit's lacks; all are named. Or some of the parameters
+            that become one are frozen and others are not.
     """
     from torch_geometric.nn import (
         GATConv,
@@ -73,7 +72,7 @@ def from_pyg(module: nn.Module) -> Any:
         raise TypeError(
             f"module: expected {names} itself or a model with one, got {type(module).__name__}"
         )
-    # deepcopy takes what it is told to be the copy of a layer
+    # deepcopy takes the given modules for the copies of the layers
     return copy.deepcopy(module, {id(layer): carried(layer) for layer in layers})
 
 
@@ -95,7 +94,7 @@ def _check(conv: Any) -> None:
 
 
 def _options(conv: Any) -> dict[str, Any]:
-    """What the three have in common."""
+    """Return the options that all three classes have."""
     return {
         "out_channels": conv.out_channels,
         "heads": conv.heads,
@@ -106,7 +105,7 @@ def _options(conv: Any) -> dict[str, Any]:
 
 
 def _loop_options(conv: Any) -> dict[str, Any]:
-    """What GATConv and GATv2Conv have in common."""
+    """Return the options that GATConv and GATv2Conv have."""
     options = {"add_self_loops": conv.add_self_loops, "negative_slope": conv.negative_slope}
     if conv.add_self_loops and conv.lin_edge is not None:
         options["fill_value"] = conv.fill_value
@@ -173,7 +172,7 @@ def _edges(conv: Any) -> State:
 
 
 def _output(conv: Any) -> State:
-    """The residual of GATConv and GATv2Conv, and their bias, which is that of ours."""
+    """Return the residual of GATConv and GATv2Conv, and their bias, which is also that of ours."""
     state: State = {} if conv.res is None else state_of(conv.res, "residual_proj.")
     if conv.bias is not None:
         state["out_bias" if conv.res is None else "residual_proj.bias"] = conv.bias

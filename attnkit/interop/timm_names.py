@@ -1,4 +1,4 @@
-"""The parameters of timm's Vision Transformer under the names of ours."""
+"""The names of timm's Vision Transformer parameters in attnkit's `ViT`."""
 
 from collections.abc import Mapping
 
@@ -28,16 +28,16 @@ _FROM_TIMM = {
 
 
 def named_as_ours(theirs: Mapping[str, Tensor], *, prefix_has_positions: bool) -> State:
-    """A state dict of timm's `VisionTransformer` as one of our `ViT`, for the same images.
+    """Return a state dict of timm's `VisionTransformer` as one of `ViT`, for the same images.
 
     Args:
-        theirs: timm's.
-        prefix_has_positions: the class token and registers have positions too: timm's
-            `no_embed_class` is False.
+        theirs: timm's state dict.
+        prefix_has_positions: whether the class token and registers have positions too, as with
+            timm's `no_embed_class=False`.
     """
     state = renamed(theirs, _FROM_TIMM)
     if "pos_embed" in state:
-        # a position of a prefix token is added to that token and to nothing else: it is part of it
+        # the position of a prefix token is added to that token alone, so it becomes part of it
         positions = state.pop("pos_embed")
         for name in ("class_token", "registers"):
             if name in state and prefix_has_positions:

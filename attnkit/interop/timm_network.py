@@ -1,4 +1,4 @@
-"""A classifier of timm's by its name, as it is, or as our ViT for images of their own sizes."""
+"""A classifier of timm by its name, unchanged, or as `ViT` for images of different sizes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import nn
 from attnkit.interop.vision import from_timm
 from attnkit.models.backbones import timm_backbone
 
-# What of timm's attention our ViT does not compute, by parts of the names of its modules.
+# Parts of timm's attention that `ViT` does not compute, by parts of the names of modules.
 _NOT_OURS = {
     "rope": "rotary positions",
     "rotary": "rotary positions",
@@ -31,20 +31,20 @@ def timm_network(
     native: bool | None = None,
     **options: Any,
 ) -> nn.Module:
-    """`timm_backbone`, or with `native` the `ViT` of the same weights, which takes a list of images
-    of their own sizes; its positions are resampled to the grid of each (see `from_timm`).
+    """Create `timm_backbone`, or with `native` the `ViT` of the same weights, which takes a list of
+    images of different sizes; its positions are resampled to each grid (see `from_timm`).
 
     Args:
-        native: whether images keep their own sizes, for names as `vit_…`, `deit_…` or `naflexvit_…`
-            of plain Vision Transformers; None: no.
-        the others: of `timm_backbone`. With `native`, `image_size` is that of the learned
+        native: whether images keep their own sizes, for plain Vision Transformers with names such
+            as `vit_…`, `deit_…` or `naflexvit_…`; None: no.
+        the others: as in `timm_backbone`. With `native`, `image_size` is that of the learned
             positions, unless a NaFlexViT has a grid of its own.
 
     Raises:
-        ValueError: as `timm_backbone`; with `native`, a network of another kind: what it has that
-            a `ViT` does not is named.
+        ValueError: as in `timm_backbone`; with `native`, a network of another kind, whose parts
+            that a `ViT` lacks are named.
     """
-    # named above, as the launcher reads from a signature what it may fill in
+    # the signature names them, since the launcher reads there what it may fill in
     options |= {"image_size": image_size, "pretrained": pretrained, "weights": weights}
     network: Any = timm_backbone(name, in_channels, num_classes, drop_path=drop_path, **options)
     if not native:
@@ -73,7 +73,7 @@ def timm_network(
 
 
 def _parts(network: nn.Module) -> dict[str, None]:
-    """What of `_NOT_OURS` the modules of a network are, each once."""
+    """Return the descriptions in `_NOT_OURS` that apply to the modules of a network, each once."""
     kinds = [f"{name} {type(part).__name__}".lower() for name, part in network.named_modules()]
     named = " ".join(kinds)
     return dict.fromkeys(what for part, what in _NOT_OURS.items() if part in named)

@@ -1,6 +1,6 @@
 """attnkit as an attention of transformers: `attn_implementation="attnkit"`, in any of its models.
 
-transformers asks two tables for what a model's configuration names: the function that computes
+transformers looks up what a model's configuration names in two tables: the function that computes
 attention, here, and the function that makes the model's mask, in `transformers_masks`.
 """
 
@@ -30,24 +30,24 @@ def register_transformers() -> None:
 
         attnkit.interop.register_transformers()
         model = AutoModel.from_pretrained(name, attn_implementation="attnkit")
-        model.set_attn_implementation("attnkit")  # or of a model that there is
+        model.set_attn_implementation("attnkit")  # or for an existing model
 
-    Every model that asks transformers' `AttentionInterface` then computes
+    Every model that uses transformers' `AttentionInterface` then computes
     softmax(scale · q·k + position bias) v by `attend`, with its softcap, its sinks, its dropout in
-    training and grouped heads as they are. A causal mask, a sliding window, packed sequences (found
-    by transformers from `position_ids`, or given as `cu_seq_lens_q`) and padding are `Causal`,
-    `Window`, `Packed`, `Padding` and combinations by `&`, so that kernels leave out what they do
-    not allow. Every other mask is evaluated to booleans, as transformers does for "sdpa"; so are
+    training and its grouped heads. A causal mask, a sliding window, packed sequences (found by
+    transformers from `position_ids`, or given as `cu_seq_lens_q`) and padding become `Causal`,
+    `Window`, `Packed`, `Padding` and combinations by `&`, so that kernels skip what these do not
+    allow. Every other mask is evaluated to booleans, as transformers does for "sdpa"; so are
     the masks of one query and those of traced and compiled models.
 
     Unlike with "eager", a query that may look nowhere, such as left padding, gets exactly 0.
 
-    `record_masks(model)` tells which mask and which kernel each layer ran with.
+    `record_masks(model)` shows which mask and which kernel each layer ran with.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError (of the model's forward): it has what `attend` does not compute: attention sinks
-            that are no logits of heads (`sinks`), or a choice of keys by `indices` or
+        ValueError (in the model's forward): the model has what `attend` does not compute: attention
+            sinks that are no logits of heads (`sinks`), or a choice of keys by `indices` or
             `block_indices`.
     """
     try:
@@ -75,11 +75,11 @@ def attention(
     output_attentions: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `AttentionInterface` has of us: the output [batch, queries, heads, value_dim], and the
-    weights where they are asked for.
+    """Compute attention for `AttentionInterface`: the output [batch, queries, heads, value_dim],
+    and the weights if requested.
 
-    Without a mask it is causal where "sdpa" is: where `is_causal`, or else the module's attribute,
-    says so and there is more than one query. `sliding_window` is not read: the mask has it.
+    Without a mask it is causal where "sdpa" is: if `is_causal`, or else the module's attribute, is
+    true and there is more than one query. `sliding_window` is not read: the mask includes it.
     """
     _check_options(module, options)
     if query.shape[0] != key.shape[0]:  # such as learned queries
@@ -110,7 +110,7 @@ _REFUSED = {
     "indices": "a choice of keys for each query",
     "block_indices": "a choice of keys for each query",
 }
-"""What changes the output and is not computed."""
+"""The arguments that change the output and are not computed."""
 
 
 def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def _mask_and_bias(
     is_causal: bool | None,
     options: dict[str, Any],
 ) -> tuple[Mask | None, Tensor | None]:
-    """Booleans are a mask; numbers are added to the scores."""
+    """Return the mask and the bias: booleans are a mask; numbers are added to the scores."""
     ends, key_ends = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     packed = None
     if ends is not None:
@@ -148,8 +148,8 @@ def _mask_and_bias(
         mask = None
     else:
         mask = as_mask(attention_mask)
-    is_said = mask is not None and any(part.packs_sequences for part in mask.parts)
-    if packed is not None and len(packed.lengths) > 1 and not is_said:
+    is_packed = mask is not None and any(part.packs_sequences for part in mask.parts)
+    if packed is not None and len(packed.lengths) > 1 and not is_packed:
         raise ValueError(
             f"cu_seq_lens_q: {len(packed.lengths)} sequences, but the mask of "
             f"{type(module).__name__} does not separate them; give position_ids that begin anew "
@@ -159,9 +159,9 @@ def _mask_and_bias(
 
 
 class MaskCounts:
-    """`counts[module][mask, kernel]`: how often each layer ran with which mask on which kernel.
+    """`counts[module][mask, kernel]`: how often each layer ran with which mask and kernel.
 
-    A mask is named by its types, "Causal & Padding"; "none", and "+ bias" where a bias was added.
+    A mask is named by its types, "Causal & Padding", or "none", with "+ bias" if a bias was added.
     `str()` is a table.
     """
 
@@ -188,7 +188,7 @@ def record_masks(model: nn.Module) -> Iterator[MaskCounts]:
             model(**batch)
         print(record)
 
-    Compiled modules run uncompiled in the block. `attnkit.record_backends(model)` counts all
+    Compiled modules run uncompiled in this context. `attnkit.record_backends(model)` counts all
     attention of a model, without the masks.
     """
     record = MaskCounts()
@@ -202,7 +202,7 @@ _RECORDS: Opened[tuple[MaskCounts, dict[int, str]]] = Opened("records of masks")
 
 @contextmanager
 def _recorded(module: nn.Module, mask: Mask | None, bias: Tensor | None) -> Iterator[None]:
-    """What the block runs goes into the open records."""
+    """Add what runs in this context to the open records."""
     records = () if torch.compiler.is_compiling() else _RECORDS.get()
     if not records:
         yield

@@ -1,9 +1,9 @@
 """transformers' masks as types of attnkit.
 
-transformers composes a mask of functions of indices. Those that it has for causal masks, windows,
-packed sequences and padding are known here by their code, and are read as `Causal`, `Window`,
-`Packed` and `Padding`; any other is evaluated to booleans. That they mean what is read is tried on
-examples first.
+transformers composes a mask of functions of indices. Its functions for causal masks, windows,
+packed sequences and padding are recognized by their code, and are read as `Causal`, `Window`,
+`Packed` and `Padding`; any other is evaluated to booleans. Examples verify first that they are read
+rightly.
 """
 
 import logging
@@ -25,9 +25,9 @@ class MaskTensor(Tensor):
     """A boolean mask [batch, 1, queries, keys] of transformers, True = may look, whose numbers are
     computed when something reads them.
 
-    Models pass it on as any other tensor. `mask` says the same as a type. A model may write into
-    the numbers or look at a part of them: once they are computed, they count, and `mask` is they.
-    `Packed` of several items has the sequences of all items, as if these were one after the other.
+    Models pass it on like any other tensor. `mask` is the same mask as a type. A model may write
+    into the numbers or read a part of them: once they are computed, they count, and `mask` is made
+    of them. `Packed` of several items has the sequences of all items, one item after the other.
     """
 
     @staticmethod
@@ -57,7 +57,7 @@ class MaskTensor(Tensor):
 
     @property
     def joins_items(self) -> bool:
-        """Whether the mask is of all items as one sequence."""
+        """Whether the mask is that of all items as one sequence."""
         return self.shape[0] > 1 and any(part.packs_sequences for part in self.mask.parts)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -65,7 +65,7 @@ class MaskTensor(Tensor):
 
 
 class _Source:
-    """What the views of one mask share."""
+    """The state that the views of one mask share."""
 
     def __init__(self, typed: Mask, evaluate: Callable[[], Tensor]) -> None:
         self.mask, self._evaluate = typed, evaluate
@@ -80,12 +80,12 @@ _AS_IT_IS = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def _is_whole(mask: Tensor, dim: int = 0, start: int | None = None, end=None, step=1) -> bool:
-    """Whether a slice is all of the mask, as of models that cut it to the number of keys."""
+    """Whether a slice is all of the mask; some models cut it to the number of keys."""
     return not start and step == 1 and (end is None or end >= mask.shape[dim])
 
 
 class MaskMaker:
-    """The function that `AttentionMaskInterface` has of us."""
+    """The function that is registered in `AttentionMaskInterface`."""
 
     def __init__(self, masking_utils: Any) -> None:
         self._evaluate = masking_utils.sdpa_mask
@@ -101,7 +101,7 @@ class MaskMaker:
             self._kinds = {}
 
     def _reads(self, sizes: dict[str, Any], expected: type[Mask]) -> bool:
-        """Whether the mask is read as the type expected, with transformers' own numbers."""
+        """Whether the mask is read as the expected type, with transformers' own numbers."""
         try:
             mask = self._typed(**sizes)
         except _Unknown:
@@ -114,7 +114,7 @@ class MaskMaker:
     def __call__(self, **given: Any) -> Tensor | None:
         from transformers.utils.import_utils import is_tracing
 
-        # the numbers of one query are as small as what they are made of
+        # the mask of one query is as small as its parts
         if given["q_length"] == 1 or is_tracing(given.get("attention_mask")):
             return self._evaluate(**given)
         try:
@@ -138,7 +138,7 @@ class MaskMaker:
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> Mask:
-        """The mask as types; _Unknown where it is not made of what is known, or allows all."""
+        """Return the mask as types; raise _Unknown if it has unknown parts, or allows all."""
         found = _Found()
         self._read(mask_function, found)
         offset = int(q_offset) - kv_offset
@@ -165,7 +165,7 @@ class MaskMaker:
         return And(tuple(parts)) if len(parts) > 1 else parts[0]
 
     def _read(self, function: Any, found: "_Found") -> None:
-        """Add to what was found; _Unknown for a function that is not known."""
+        """Add a function's meaning to `found`; raise _Unknown for an unknown function."""
         code: Any = getattr(function, "__code__", None)
         kind = self._kinds.get(code)
         if kind is None:
@@ -196,7 +196,7 @@ class _Unknown(Exception):
 
 
 class _Found:
-    """What a mask function is made of: bounds of the key's position − the query's, and the sequence
+    """The parts of a mask function: bounds of the key's position − the query's, and the sequence
     [batch, tokens] and the position [batch, tokens] of each token."""
 
     def __init__(self) -> None:
@@ -206,8 +206,8 @@ class _Found:
         self.positions: list[Tensor] = []
 
     def check_positions(self) -> None:
-        """_Unknown unless positions count up within each sequence, so that a distance of positions
-        is one of tokens."""
+        """Raise _Unknown unless positions count up within each sequence, so that a distance of
+        positions is one of tokens."""
         assert self.sequences is not None
         for positions in self.positions:
             if positions.shape != self.sequences.shape:
@@ -218,7 +218,7 @@ class _Found:
 
 
 def _kinds(masking_utils: Any) -> dict[CodeType, str]:
-    """The known mask functions by their code, which closures of one definition share."""
+    """Return the known mask functions by their code, which closures of one definition share."""
     tensor = torch.zeros(1, 1, dtype=torch.long)
     causal = masking_utils.causal_mask_function
     return {
@@ -236,7 +236,7 @@ def _kinds(masking_utils: Any) -> dict[CodeType, str]:
 
 
 def _examples(masking_utils: Any) -> Iterator[tuple[str, dict[str, Any], type[Mask]]]:
-    """Masks that must be read: the name, the arguments, and the type that stands for it."""
+    """Yield masks that must be recognized: the name, the arguments, and the type of each."""
     sizes = {"batch_size": 1, "q_length": 7, "kv_length": 7}
     causal = masking_utils.causal_mask_function
     sliding = masking_utils.sliding_window_causal_mask_function(3)
@@ -254,7 +254,7 @@ def _examples(masking_utils: Any) -> Iterator[tuple[str, dict[str, Any], type[Ma
 
 
 def _bands(found: _Found, offset: int, num_queries: int, num_keys: int) -> list[Mask]:
-    """At most one mask: key − query + offset within the bounds, where that hides anything."""
+    """Return at most one mask: key − query + offset within the bounds, if that hides anything."""
     lower = max(found.lower, default=None)
     upper = min(found.upper, default=None)
     lower = None if lower is None or lower + offset <= 1 - num_queries else lower + offset
@@ -272,7 +272,7 @@ def _bands(found: _Found, offset: int, num_queries: int, num_keys: int) -> list[
 
 
 def _packed(sequences: Tensor) -> Packed:
-    """The lengths of the runs of equal numbers, which no two items share."""
+    """Return the lengths of the runs of equal numbers; no run is in two items."""
     starts = nn.functional.pad(sequences.diff(dim=1) != 0, (1, 0), value=True)
     places = nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=starts.numel())
     return Packed(places.diff())

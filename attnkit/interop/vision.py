@@ -40,14 +40,14 @@ _FROM_TORCHVISION = {
 }
 
 
-@torch.enable_grad()  # by which parts of parameters know whether they are frozen
+@torch.enable_grad()  # so that joined parameters know whether they are frozen
 def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
     """Convert torch's `nn.MultiheadAttention` to attnkit's block, with equal outputs.
 
-    Ours takes [batch, tokens, channels] whatever `batch_first` was: of a module with
-    `batch_first=False`, transpose inputs and output. torch's masks hide where they are True, ours
-    show: `key_padding_mask=hidden` becomes `mask=Padding(~hidden)`, a boolean `attn_mask=hidden`
-    becomes `mask=~hidden`, a float one `bias=`.
+    The block takes [batch, tokens, channels], whatever `batch_first` was: for a module with
+    `batch_first=False`, transpose inputs and output. torch's masks are True where a key is hidden,
+    attnkit's where it is seen: `key_padding_mask=hidden` becomes `mask=Padding(~hidden)`, a boolean
+    `attn_mask=hidden` becomes `mask=~hidden`, a float one `bias=`.
 
     Raises:
         TypeError: another class, subclasses included.
@@ -62,7 +62,7 @@ def from_torch(module: nn.MultiheadAttention) -> MultiHeadAttention:
             "hooks": has_hooks(module) or has_hooks(module.out_proj),
         },
     )
-    is_fused = module.in_proj_weight is not None  # of equal channels, in cross-attention too
+    is_fused = module.in_proj_weight is not None  # with equal channels, in cross-attention too
     block = MultiHeadAttention(
         module.embed_dim,
         module.num_heads,
@@ -92,20 +92,20 @@ def from_timm(model: Any) -> nn.Module:
     """Convert timm's ViT or gate to attnkit's, with its weights and equal outputs.
 
     Gates: `SEModule`, `EcaModule`, `CbamModule`, its parts `ChannelAttn` and `SpatialAttn`, and
-    `CoordAttn`. Of two that do not keep their number of channels, `EcaModule` and `SpatialAttn`,
+    `CoordAttn`. `EcaModule` and `SpatialAttn` do not keep their number of channels; their
     `channels` is None.
 
     Vision Transformers: class-token, average and attention ("map") pooling, registers, layer scale,
     query/key norm, positions with or without an entry for the prefix tokens, CLIP's pre-norm, DeiT
     without a distillation token. Rates of dropout and drop path are carried over. A model with
-    `dynamic_img_size` gives one of its present size; `ViT.resize` changes it.
+    `dynamic_img_size` becomes one of its present size; `ViT.resize` changes it.
 
-    `NaFlexVit`: a `ViT` with `native=True` that takes a list of images of their own sizes, with
-    learned or factorized positions resampled to each image's grid as theirs.
+    `NaFlexVit`: a `ViT` with `native=True` that takes a list of images of different sizes, with
+    learned or factorized positions resampled to each image's grid as in timm.
 
     Raises:
-        TypeError: not timm's `VisionTransformer`, `NaFlexVit` or such a gate itself.
-        ValueError: it has a part that attnkit's does not; all of them are named.
+        TypeError: the class is not timm's `VisionTransformer`, `NaFlexVit` or such a gate itself.
+        ValueError: the model has parts that attnkit's lacks; all of them are named.
     """
     from timm.layers import (
         Attention,
@@ -215,7 +215,7 @@ def from_torchvision(model: Any) -> Any:
 
     Raises:
         TypeError: another class.
-        ValueError: it has a part that attnkit's does not, such as a convolutional stem, a
+        ValueError: the model has a part that attnkit's lacks, such as a convolutional stem, a
             representation layer before the head, or another activation in the gate.
     """
     from torchvision.models import VisionTransformer
@@ -272,14 +272,14 @@ def from_torchvision(model: Any) -> Any:
 
 
 def _in_their_modes(vit: ViT, blocks: list[nn.Module]) -> ViT:
-    """The first blocks of a network may stand in evaluation alone, frozen."""
+    """Give each block the mode of the original: the first ones may be in evaluation, frozen."""
     for mine, theirs in zip(vit.blocks, blocks, strict=True):
         mine.train(theirs.training)
     return vit
 
 
 def _uneven(model: nn.Module, patch: nn.Conv2d, activations: list[str | None]) -> dict[str, bool]:
-    """Settings that attnkit's ViT has once, for the whole model, or not at all."""
+    """Return settings that attnkit's ViT has once, for the whole model, or not at all."""
     epsilons = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     geometry = (patch.stride, patch.padding, patch.dilation, patch.groups)
     return {
@@ -291,11 +291,11 @@ def _uneven(model: nn.Module, patch: nn.Conv2d, activations: list[str | None]) -
 
 
 def _activation(module: nn.Module) -> Any:
-    """The name of torch's or timm's GELU; None: it is neither."""
+    """Return the name of torch's or timm's GELU; None for other modules."""
     kind = {"GELU": "gelu", "GELUTanh": "gelu_tanh"}.get(type(module).__name__)
     return "gelu_tanh" if getattr(module, "approximate", "none") == "tanh" else kind
 
 
 def _rate(module: nn.Module) -> float:
-    """Of timm's DropPath or PatchDropout; 0 of an Identity."""
+    """Return the rate of timm's DropPath or PatchDropout; 0 for an Identity."""
     return getattr(module, "drop_prob", getattr(module, "prob", 0.0))

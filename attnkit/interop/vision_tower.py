@@ -26,9 +26,9 @@ TOWERS = (
     "dinov2_with_registers", "dinov3_vit", "ijepa", "mlcd_vision_model",
     "siglip_vision_model", "swin", "swinv2", "vit", "vit_mae", "vit_msn",
 )  # fmt: skip
-"""transformers' names of the towers; a configuration may build no other model of its."""
+"""transformers' names of the towers; a configuration may build no other of its models."""
 _NEW = ("pooler.", "embeddings.mask_token")
-"""What may be missing in weights: it is left out below, or not used."""
+"""Weights that may be missing, since their modules are removed below or not used."""
 
 _CLASS_TOKENS = ("embeddings.cls_token", "embeddings.class_embedding")
 
@@ -38,26 +38,26 @@ class VisionTower(nn.Module):
 
         model = attnkit.interop.VisionTower(weights="FOLDER", num_classes=5)
 
-    Pooled is what the tower gives as `pooler_output`; of one that gives none its class token, or
-    the mean of its tokens where it has none. A pooler of a dense layer and tanh, as of ViT, is left
-    out: it was trained for no classes, or not at all. The head is new. Attention is attnkit's, by
-    transformers' interface, and in Swin V2 and Data2Vec by `attnkit.replace_attention`.
+    Pooled is the tower's `pooler_output`; if it has none, its class token; if it has none, the mean
+    of its tokens. A pooler of a dense layer and tanh, as in ViT, is removed: it was trained for no
+    classes, or not at all. The head is new. Attention is computed by attnkit, through transformers'
+    interface, and in Swin V2 and Data2Vec by `attnkit.replace_attention`.
 
     Args:
-        num_classes: how many logits.
+        num_classes: number of logits.
         weights: a folder that `save_pretrained` wrote, or `hf-hub:NAME`; of CLIP and SigLIP the
-            vision tower is taken. None: random, of `config`. No code of theirs is run.
-        config: the settings of the tower as transformers' `config.json` has them, with
-            `model_type`; without `transformers_version` each must be one that its class knows.
-            None: those beside the weights.
-        image_size: side, or [height, width], in pixels; another than the tower's own has its
-            positions interpolated, where the tower can. None: its own.
-        in_channels: of the images.
+            vision tower is taken. None: random weights for `config`. No code in them is run.
+        config: the settings of the tower as in transformers' `config.json`, with `model_type`;
+            without `transformers_version` each must be known to its class. None: those beside the
+            weights.
+        image_size: side, or [height, width], in pixels; for another size than the tower's own its
+            positions are interpolated, if the tower can. None: its own.
+        in_channels: channels of the images.
 
     Raises:
-        ValueError: transformers is not installed; weights that cannot be had or do not fit, a model
-            that is no such tower, settings that it has not or that cannot be built, or a size or
-            number of channels that it cannot take.
+        ValueError: transformers is not installed; weights that cannot be loaded or do not fit; a
+            model that is no such tower; settings that are unknown or cannot be built; or a size or
+            number of channels that the tower cannot take.
     """
 
     tower: Any
@@ -114,7 +114,7 @@ class VisionTower(nn.Module):
     def pooled(
         self, images: Annotated[Tensor, "batch channels height width"]
     ) -> Annotated[Tensor, "batch dim"]:
-        """One vector for each image, which the head reads."""
+        """Return one vector for each image, which the head reads."""
         options = {"interpolate_pos_encoding": True} if self.interpolates else {}
         found = self.tower(pixel_values=images, **options)
         pooled = getattr(found, "pooler_output", None)
@@ -150,7 +150,7 @@ def _tower(config: Mapping[str, Any], weights: str | Path | None) -> nn.Module:
     from transformers import AutoModel
 
     settings = _settings(config)
-    # "eager" every model has; a configuration cannot name a kernel that would be downloaded
+    # every model has "eager"; a configuration cannot name a kernel that would be downloaded
     options = {"attn_implementation": "eager", "trust_remote_code": False}
     if weights is None:
         with _naming_config(settings.model_type):
@@ -166,10 +166,10 @@ def _tower(config: Mapping[str, Any], weights: str | Path | None) -> nn.Module:
                     config=settings,
                     dtype=torch.float32,
                     output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # which are refused here
+                    ignore_mismatched_sizes=True,  # they are refused below
                     **options,
                 )
-        except Exception as error:  # of the hub, of files, of shapes
+        except Exception as error:  # errors of the hub, of files, of shapes
             raise ValueError(f"weights: {weights} cannot be loaded: {reason(error)}") from error
         if unlike := sorted(found["mismatched_keys"]):
             key, there, here = unlike[0]
@@ -194,7 +194,7 @@ def _tower(config: Mapping[str, Any], weights: str | Path | None) -> nn.Module:
 
 
 def _settings(config: Mapping[str, Any]) -> Any:
-    """The configuration of transformers."""
+    """Return the configuration object of transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     # ViT-MAE hides patches at random; its encoder is a ViT, as transformers' own pages load it
@@ -205,24 +205,24 @@ def _settings(config: Mapping[str, Any]) -> Any:
             hint = nearest(unknown[0], (name for name in vars(known) if not name.startswith("_")))
             raise ValueError(f"config: {kind} has no {unknown[0]!r}{hint}")
     with _quietly(), _naming_config(kind):
-        # `pooled` reads by name; asked in the call, DINOv2 and Swin would not tell their parts so
+        # `pooled` reads by name; requested in the call, DINOv2 and Swin would not pass it on
         return AutoConfig.for_model(**{**config, "model_type": kind, "return_dict": True})
 
 
 @contextmanager
 def _naming_config(kind: str) -> Iterator[None]:
-    """What transformers raises of a configuration, whatever its kind, as a ValueError in a line."""
+    """Return a context in which any error about a configuration becomes a ValueError in a line."""
     try:
         yield
     except Exception as error:
         name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        told = (name + " ".join(str(error).split()))[:200]
-        raise ValueError(f"config: {kind} cannot be built: {told}") from error
+        message = (name + " ".join(str(error).split()))[:200]
+        raise ValueError(f"config: {kind} cannot be built: {message}") from error
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without transformers' bars and its table of tensors that are not used, which we say."""
+    """Return a context without transformers' bars and its table of unused tensors."""
     from transformers.utils import logging as theirs
 
     level, has_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()

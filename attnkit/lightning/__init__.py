@@ -1,6 +1,6 @@
 """attnkit.lightning: modules, callbacks and checkpoints for any `lightning.Trainer`, without Hydra.
 
-This file is the public table and nothing else. Type checkers run the imports below; Python does one
+This file is the public table and nothing else. Type checkers run the imports below; Python runs one
 when its name is first used, so that code which only needs `UserError` does not wait for torch.
 """
 

@@ -1,7 +1,7 @@
 """Every private name of torch, torchmetrics and Lightning that attnkit uses outside of its core.
 
 They may change with any release: pyproject.toml bounds the versions, and a test asserts that each
-is there. Each says why nothing public does.
+exists. Each entry says why no public name serves.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ from torchmetrics import Metric
 
 # The tensors of a nested batch: torch has no public name for it.
 leaves: Callable[[Any], list[Any]] = tree_leaves
-# The sampler's epoch for a loader of any kind, its batch sampler's too.
+# Sets the sampler's epoch for a loader of any kind, also in its batch sampler.
 set_sampler_epoch = _set_sampler_epoch
 # A subclass overrides `_check_log_dir_exists`, which deletes metrics.csv when a run is resumed.
 ExperimentWriter = _ExperimentWriter
@@ -39,16 +39,16 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_data_worker() -> bool:
-    """Whether a `DataLoader` started this process; `get_worker_info` knows it later than a signal
-    may come."""
+    """Whether a `DataLoader` started this process; `get_worker_info` knows it only after a signal
+    may already have come."""
     return getattr(multiprocessing.current_process(), "_target", None) is _worker_loop
 
 
 def report_lost_batches() -> None:
-    """From now on a batch that a data worker cannot send is an error of the loader.
+    """Make a batch that a data worker cannot send an error of the loader from now on.
 
-    Python's queue prints why, most often that shared memory is full, and drops the batch, and the
-    loader waits for it without an end (pytorch#1355).
+    Python's queue prints the reason, most often full shared memory, and drops the batch; the loader
+    then waits for it forever (pytorch#1355).
     """
     queues: Any = Queue
     report = queues._on_queue_feeder_error
@@ -59,12 +59,12 @@ def report_lost_batches() -> None:
         else:
             report(error, item)
 
-    if isinstance(vars(Queue)["_on_queue_feeder_error"], staticmethod):  # not done yet
+    if isinstance(vars(Queue)["_on_queue_feeder_error"], staticmethod):  # not replaced yet
         queues._on_queue_feeder_error = failed
 
 
 def set_num_updates(metric: Metric, count: int) -> None:
-    """A metric whose state was set: updated so often, not computed since. Only read in public."""
+    """Mark a metric as updated `count` times, not computed since; publicly this is read-only."""
     metric._update_count, metric._computed = count, None
 
 
@@ -72,20 +72,20 @@ def set_num_updates(metric: Metric, count: int) -> None:
 
 
 def note_saved(callback: ModelCheckpoint, step: int, path: str) -> None:
-    """What `ModelCheckpoint` notes when it saves."""
+    """Record a saved checkpoint as `ModelCheckpoint` itself does."""
     callback._last_global_step_saved, callback._last_checkpoint_saved = step, path
 
 
 def dump(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
-    """What `trainer.save_checkpoint` would write; its tensors are those that training goes on
-    with."""
+    """Return what `trainer.save_checkpoint` would write; its tensors are those that training
+    continues to use."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only)
 
 
 def log_again(module: LightningModule, name: str, value: Metric | Tensor) -> bool:
-    """Do what `module.log(name, value)` did before in the same hook, if it did.
+    """Repeat what `module.log(name, value)` did before in the same hook; return whether it did.
 
-    Of a metric, or of a tensor that `reduce_fx` sums. Lightning's copies all that it knows of the
+    The value is a metric, or a tensor that `reduce_fx` sums. `log` copies all that it knows of the
     value at every call, which takes 0.4 ms.
     """
     trainer, hook = module._trainer, module._current_fx_name
@@ -99,7 +99,7 @@ def log_again(module: LightningModule, name: str, value: Metric | Tensor) -> boo
     if known is None or (known.value is not value and not known.is_tensor):
         return False
     results.update_metrics(key, value, 1)
-    trainer._logger_connector._current_fx = hook  # or the hook's next log would reset what it has
+    trainer._logger_connector._current_fx = hook  # or the hook's next log would reset its values
     return True
 
 
@@ -113,18 +113,18 @@ def starts_processes(trainer: Trainer) -> bool:
 
 
 def set_timeout(trainer: Trainer, timeout: timedelta) -> None:
-    """Of the strategy's collectives: some strategies' constructors take it, Trainer does not."""
+    """Set the timeout of the strategy's collectives, which Trainer has no argument for."""
     if hasattr(trainer.strategy, "_timeout"):
         trainer.strategy._timeout = timeout
 
 
 def replace_signal_handling(trainer: Trainer, with_: Callable[[], None]) -> None:
-    """Lightning installs its handlers in every fit, and has no switch for it."""
+    """Replace Lightning's signal handlers, which every fit installs and no option turns off."""
     trainer._signal_connector.register_signal_handlers = with_  # type: ignore[method-assign]
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the batch that has just ended was followed by no optimizer step."""
+    """Whether no optimizer step followed the batch that has just ended."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -146,8 +146,8 @@ def validation_is_next(trainer: Trainer) -> bool:
 
 
 def set_num_batches(trainer: Trainer, count: int) -> None:
-    """End this epoch and those to come after so many batches; `limit_train_batches` is only read
-    when the loaders are set up."""
+    """End this epoch and later ones after `count` batches; `limit_train_batches` is only read when
+    the loaders are set up."""
     loop: Any = trainer.fit_loop
     loop.max_batches = loop._data_fetcher.length = loop._combined_loader.limits = count
     if isinstance(trainer.val_check_interval, float):
@@ -155,31 +155,31 @@ def set_num_batches(trainer: Trainer, count: int) -> None:
 
 
 def train_fetcher(trainer: Trainer) -> Any:
-    """What fetches the batches of training; it is started again where a run is resumed."""
+    """Return the fetcher of training batches, which is restarted when a run is resumed."""
     return trainer.fit_loop._data_fetcher
 
 
 def train_loaders(trainer: Trainer) -> list[Any]:
-    """The loaders of training as they are used; `trainer.train_dataloader` has them nested."""
+    """Return the training loaders in use; `trainer.train_dataloader` has them nested."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else combined.flattened
 
 
 def epoch_sums(trainer: Trainer) -> Iterator[tuple[str, Any, Iterable[str]]]:
-    """What `self.log` sums up over the epoch: name, the sum as a metric, its states' names."""
+    """Yield what `self.log` sums over the epoch: name, the sum as a metric, its states' names."""
     for name, result in trainer.fit_loop.epoch_loop._results.items():
         yield name, result, result._defaults
 
 
 def logged_metrics(trainer: Trainer) -> dict[str, Any]:
-    """The torchmetrics that the validation which ends has logged, by name."""
+    """Return the torchmetrics that the ending validation has logged, by name."""
     results = trainer.fit_loop.epoch_loop.val_loop._results
     return {r.meta.name: r.value for r in results.values() if not r.is_tensor}
 
 
 class BarFromOne(RichProgressBar):
-    """A progress bar whose first epoch is 1, and that goes when it stops; for neither is there a
-    public place."""
+    """A progress bar that counts epochs from 1 and disappears when it stops; nothing public can do
+    either."""
 
     def _init_progress(self, trainer: Trainer) -> None:
         super()._init_progress(trainer)
@@ -193,5 +193,5 @@ class BarFromOne(RichProgressBar):
 
 
 def wandb_arguments(logger: WandbLogger) -> dict[str, Any]:
-    """What `wandb.init` is given, of which the constructor takes a part only."""
+    """Return the arguments of `wandb.init`, of which the constructor takes only some."""
     return logger._wandb_init

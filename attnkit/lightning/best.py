@@ -1,6 +1,6 @@
-"""Which of two validations is the better: the direction of each metric, and what ties go to.
+"""The comparison of two validations: the direction of each metric, and how ties are broken.
 
-It needs no torch: the command line looks here before anything is imported.
+It needs no torch: the command line uses it before anything is imported.
 """
 
 import math
@@ -20,10 +20,10 @@ _MORE = {"accuracy", "acc", "f1", "auroc", "auc", "ap", "map", "precision", "rec
 
 
 def mode_of(monitor: str) -> Mode | None:
-    """Whether less of a metric is better, "min", or more, "max", by its name; None: not known.
+    """Return "min" if less of a metric is better and "max" if more is, by its name; None: unknown.
 
-    `val/balanced_accuracy` and `val_acc` are of the kind of their last word, as `val/bleu4` is of
-    `bleu`.
+    The last word decides, as in `val/balanced_accuracy` and `val_acc`, without its digits, as in
+    `val/bleu4`.
     """
     name = monitor.rpartition("/")[2].lower()
     for words in (name, name.rpartition("_")[2], name.rpartition("_")[2].rstrip("0123456789")):
@@ -35,10 +35,10 @@ def mode_of(monitor: str) -> Mode | None:
 
 
 def mode_for(monitor: str, mode: Mode | None = None) -> Mode:
-    """The mode that was given, else that of the metric.
+    """Return the given mode, or else that of the metric.
 
     Raises:
-        ValueError: none was given, and the metric is not known.
+        ValueError: no mode is given, and the metric is unknown.
     """
     if mode is None and (mode := mode_of(monitor)) is None:
         raise ValueError(
@@ -48,7 +48,7 @@ def mode_for(monitor: str, mode: Mode | None = None) -> Mode:
 
 
 def contradiction(monitor: str, mode: str, right: Mode | None) -> str:
-    """What to say of a mode that is not that of its metric; nothing where it may be."""
+    """Return the error text for a mode that contradicts its metric; empty if it does not."""
     if right is None or mode == right or mode not in ("min", "max"):
         return ""
     amount = "less" if right == "min" else "more"
@@ -56,9 +56,9 @@ def contradiction(monitor: str, mode: str, right: Mode | None) -> str:
 
 
 def rank(figures: Mapping[str, float], monitor: str, mode: str) -> tuple[float, float]:
-    """A key to sort validations by, the best first: the metric, and of equal ones `val/loss`.
+    """Return a key that sorts validations, the best first: the metric, then `val/loss` for ties.
 
-    NaN, and a metric that is not there, are worse than any number.
+    NaN and a missing metric are worse than any number.
     """
     score, loss = figures.get(monitor, math.nan), figures.get(LOSS, math.nan)
     keys = (score if mode == "min" else -score, loss)
@@ -66,5 +66,5 @@ def rank(figures: Mapping[str, float], monitor: str, mode: str) -> tuple[float, 
 
 
 def validation(metrics: Mapping[str, SupportsFloat], monitor: str) -> dict[str, float]:
-    """What is noted of a validation: its metrics, and the one that is followed."""
+    """Return the figures to note of a validation: its metrics and the monitored one."""
     return {n: float(v) for n, v in metrics.items() if n.startswith("val/") or n == monitor}

@@ -1,7 +1,7 @@
-r"""What is said on screen and in run.log: a line, texts of others made visible, numbers.
+r"""Output on screen and in run.log: lines, texts of others made visible, numbers.
 
-Names of files, classes and columns may hold what a terminal obeys (`\x1b]0;…`), what turns the
-order of letters around, or what no encoding has (a file name that is not UTF-8).
+Names of files, classes and columns may hold what a terminal interprets (`\x1b]0;…`), what reverses
+the order of letters, or what no encoding has (a file name that is not UTF-8).
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Controls, but for the end of a line and tab; the directions of writing; half of a pair of UTF-16.
+# Control characters except newline and tab; directions of writing; half of a pair of UTF-16.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
@@ -25,7 +25,7 @@ log = logging.getLogger("attnkit.run")
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """A line on the screen (`error`: stderr) and in run.log."""
+    """Print a line on the screen (`error`: on stderr) and write it to run.log."""
     from rich import get_console  # here: every start of the command line imports this file
     from rich.console import Console
 
@@ -37,7 +37,7 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def say_table(table: "Table") -> None:
-    """A table on the screen, at full width where there is no terminal, and in run.log."""
+    """Print a table, at full width where there is no terminal, and write it to run.log."""
     from rich.console import Console
 
     console = Console()
@@ -59,24 +59,24 @@ def on_terminal() -> bool:
 
 
 def visible(text: str) -> str:
-    r"""The text with what cannot be seen written out: `\x1b`, `\u202e`."""
+    r"""Return the text with invisible characters written out: `\x1b`, `\u202e`."""
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def in_line(text: str) -> str:
-    r"""The same in one line: its ends are `\n`."""
+    r"""Return the text as `visible` does, in one line: its line ends are written `\n`."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def cell(text: str) -> str:
-    """A text in one line of a table of rich's."""
+    """Return a text in one line, escaped for a table of rich."""
     from rich.markup import escape
 
     return escape(in_line(text))
 
 
 def in_picture(text: str) -> str:
-    """A text for matplotlib, which reads dollar signs as formulas."""
+    """Return a text for matplotlib, which reads dollar signs as formulas."""
     return visible(text).replace("$", r"\$")
 
 
@@ -84,7 +84,7 @@ def in_picture(text: str) -> str:
 
 
 def three_digits(value: float, spread: float | None = None) -> str:
-    """`0.557`, `12.3`, `1.23e-05`; with a spread, `0.557 ± 0.012`, as many places as the value."""
+    """Format a number as `0.557`, `12.3` or `1.23e-05`, with a spread as `0.557 ± 0.012`."""
     if not math.isfinite(value):
         return str(value)
     exponent = _exponent(value)
@@ -98,7 +98,7 @@ def three_digits(value: float, spread: float | None = None) -> str:
 
 
 def with_prefix(value: float) -> str:
-    """`115 k`, `2.35 M`, `41.5 G`."""
+    """Format a number as `115 k`, `2.35 M` or `41.5 G`."""
     for scale, prefix in _PREFIXES.items():
         if abs(value) >= 0.9995 * scale:
             return f"{value / scale:.3g} {prefix}"
@@ -106,7 +106,7 @@ def with_prefix(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """`18.3 ms`, `4.18 s`, `12 min 05 s`, `3 h 20 min`."""
+    """Format a duration as `18.3 ms`, `4.18 s`, `12 min 05 s` or `3 h 20 min`."""
     if value < 0.9995:
         return f"{three_digits(1e3 * value)} ms"
     if value < 99.95:
@@ -118,5 +118,5 @@ def seconds(value: float) -> str:
 
 
 def _exponent(value: float) -> int:
-    """Of the number with three digits: 0 of 9.99, 1 of 9.999."""
+    """Return the exponent of the number rounded to three digits: 0 for 9.99, 1 for 9.999."""
     return int(f"{abs(value):.2e}".partition("e")[2]) if value else 0

@@ -1,4 +1,4 @@
-"""The errors whose messages are meant for the person at the command line."""
+"""The errors whose messages are meant for the user at the command line."""
 
 import signal
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ class UserError(ValueError):
     script it is a `ValueError`, with the cause chained.
 
     Args:
-        message: what is wrong and what to do; with `expected`, what follows what was given.
-        key: the key of the configuration, the argument or the file, with which the text begins.
-        expected: what would be right: then the text says what was given, too.
-        given: what was given in its place.
+        message: what is wrong and what to do; with `expected`, the text after the given value.
+        key: key of the configuration, argument or file; it begins the text.
+        expected: what would be right; the text then has the given value, too.
+        given: the value in its place.
         where: where it was written: an override, or a file and its line. It ends the text.
 
-    All are attributes, the message with what was expected and given.
+    All are attributes; `message` includes what was expected and given.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class RunError(Exception):
 
 
 def first_line(error: BaseException, *, named: bool = False) -> str:
-    """The first line of an error's message that says something, for a message of our own.
+    """Return the first line of an error's message that is not empty, for use in another message.
 
     Args:
-        named: with the name of the error's class before it. Of an empty message that is all.
+        named: whether the name of the error's class precedes it. An empty message gives the name.
     """
     name = type(error).__name__
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
@@ -64,10 +64,10 @@ def first_line(error: BaseException, *, named: bool = False) -> str:
 
 
 class StoppedBySignal(BaseException):
-    """A signal has stopped the run. No `Exception`: what handles errors must not swallow it.
+    """A signal has stopped the run. It is no `Exception`, so that error handlers do not catch it.
 
     Args:
-        signum: the signal. Ctrl-C ends with exit code 130, the others with 143, as for SIGTERM.
+        signum: the signal. Ctrl-C ends with exit code 130, others with 143, as for SIGTERM.
     """
 
     def __init__(self, signum: int) -> None:

@@ -1,4 +1,4 @@
-"""Paths that users give, and texts and tables that are written completely or not at all."""
+"""Paths from users, and texts and tables that are written completely or not at all."""
 
 import csv
 import io
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
     from lightning import Trainer
 
 SHARED_FOLDER = "ATTNKIT_SHARED"
-"""In the environment, the folder in which a sweep's trials share decoded images while it runs."""
+"""The environment variable with a folder in which a sweep's trials share decoded images."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _URL = re.compile(r"[A-Za-z][\w+.-]+::?//?|[\w+.-]+::", re.ASCII)  # also fsspec's zip::https://…
 
 
 def absolute(path: str | Path) -> Path:
-    """Without `~`, `.` and `..`; symbolic links stay as they are."""
+    """Return an absolute path without `~`, `.` and `..`; symbolic links stay as they are."""
     return Path(os.path.abspath(Path(path).expanduser()))
 
 
 def in_log_folder(trainer: "Trainer", given: str | os.PathLike[str] | None, name: str) -> Path:
-    """What a callback was told, or `name` in the log folder, which all ranks find together."""
+    """Return the path given to a callback, or else `name` in the log folder, as on all ranks."""
     folder = trainer.log_dir or trainer.default_root_dir
     return Path(given or Path(folder) / name).absolute()
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    r"""A table, whole or not there; folders are made as needed.
+    r"""Write a table completely or not at all; create folders as needed.
 
-    A text that begins as a formula does (`=`, `+`, `-`, `@`) gets an apostrophe before it, unless
-    it is a number: spreadsheets run formulas, and names of files and classes come from anyone. What
-    is no character, as in the name of a file that is not UTF-8, is written `\udce9`.
+    A text that begins like a formula (`=`, `+`, `-`, `@`) gets an apostrophe before it, unless it
+    is a number: spreadsheets run formulas, and names of files and classes come from anyone. What is
+    not a character, as in the name of a file that is not UTF-8, is written `\udce9`.
     """
     with replacing(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
@@ -56,9 +56,9 @@ def _no_formula(cell: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    r"""A text in UTF-8, whole or not there.
+    r"""Write a text in UTF-8, completely or not at all.
 
-    What is no character, as in the name of a file that is not UTF-8, is written `\udce9`, which
+    What is not a character, as in the name of a file that is not UTF-8, is written `\udce9`, which
     YAML and JSON read back.
     """
     with replacing(path) as file:
@@ -66,7 +66,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def refuse_url(path: Any, what: str, error: type[UserError] = UserError) -> None:
-    """An error for a URL: the file behind it could change between two reads."""
+    """Raise an error for a URL: the file behind it could change between two reads."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     if _URL.match(str(text)):
         raise error(f"{what}: {text} is a URL, expected a local path; download it first")

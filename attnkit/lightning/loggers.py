@@ -1,4 +1,4 @@
-"""Loggers for any Trainer: Lightning's, continued in a resumed run, with epochs that count from 1.
+"""Loggers for any Trainer: Lightning's, continued in a resumed run, with epochs counted from 1.
 
 Lightning counts epochs from 0; everything else that attnkit writes counts from 1, as people do.
 """
@@ -23,14 +23,14 @@ from attnkit.lightning._private import ExperimentWriter, wandb_arguments
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import write_csv, write_text
 
-STEP = "step/"  # what `Meter` logs
-_ID = Path("wandb", "id")  # in the run folder
+STEP = "step/"  # prefix of what `Meter` logs
+_ID = Path("wandb", "id")  # file in the run folder
 
 
 def from_one(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics with their epoch counted from 1.
+    """Return the metrics with their epoch counted from 1.
 
-    Metrics of a test have no epoch: they are of the checkpoint that is tested.
+    Metrics of a test have no epoch: they belong to the tested checkpoint.
     """
     counted = dict(metrics)
     if "epoch" in counted:
@@ -41,7 +41,7 @@ def from_one(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def log_picture(trainer: Trainer, name: str, pixels: np.ndarray) -> None:
-    """Give a picture, uint8 [height, width, 3], to every logger that takes images: Weights & Biases
+    """Log a picture, uint8 [height, width, 3], to every logger that takes images: Weights & Biases
     and TensorBoard."""
     for logger in trainer.loggers:
         if hasattr(logger, "log_image"):
@@ -59,11 +59,11 @@ class MetricsCSV(CSVLogger):
     test; a validation within an epoch has a row of its own. `steps.csv` has what `Meter`
     logs: columns epoch, step, loss, lr, grad_norm, samples_per_second. Epochs count from 1, and
     `step` is the number of steps that were done. Otherwise it is Lightning's `CSVLogger`, except
-    that rows written before stay when a run is resumed.
+    that earlier rows stay when a run is resumed.
 
     Args:
-        save_dir: the folder the files lie in.
-        flush_logs_every_n_steps: how often metrics.csv is brought up to date.
+        save_dir: folder of the files.
+        flush_logs_every_n_steps: number of steps between updates of metrics.csv.
     """
 
     def __init__(self, save_dir: str | Path, flush_logs_every_n_steps: int = 100) -> None:
@@ -88,7 +88,7 @@ class MetricsCSV(CSVLogger):
             self._steps.save()
             return
         is_test = "epoch" in metrics and "epoch" not in counted
-        if step is not None and not is_test:  # Lightning names the step that is under way
+        if step is not None and not is_test:  # Lightning passes the step under way
             step += 1
         super().log_metrics(counted, step)
 
@@ -99,13 +99,13 @@ class MetricsCSV(CSVLogger):
         super().finalize(status)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: config.yaml lies beside metrics.csv."""
+        """Do nothing: config.yaml lies beside metrics.csv."""
 
 
 class _Table(ExperimentWriter):
-    """A CSV file that is continued, without the rows of steps that come again.
+    """A CSV file that is continued, without the rows of repeated steps.
 
-    It holds a row of validation until that of training comes, which follows in the same step.
+    It holds a row of validation back until the row of training, which follows in the same step.
     """
 
     def __init__(self, folder: str, name: str) -> None:
@@ -114,7 +114,7 @@ class _Table(ExperimentWriter):
         super().__init__(folder)
 
     def _check_log_dir_exists(self) -> None:
-        # Lightning deletes the file here; instead, its columns are taken over.
+        # Lightning deletes the file here; this class keeps it and its columns.
         self._continues = os.path.isfile(self.metrics_file_path)
         if self._continues:
             with open(self.metrics_file_path, newline="") as file:
@@ -135,14 +135,14 @@ class _Table(ExperimentWriter):
             super().log_metrics(metrics_dict, step)
 
     def write_held(self) -> None:
-        """Write the row that is still held."""
+        """Write the row that is held back, if any."""
         if self._held:
             super().log_metrics(*self._held)
             self._held = None
 
     def _drop_from(self, step: int, *, is_test: bool) -> None:
-        """Leave out rows of steps that come again, and one that a crash left half written; before a
-        test, which has no epoch, the row of the last epoch stays."""
+        """Remove rows of repeated steps, and one that a crash left half written; before a test,
+        which has no epoch, the row of the last epoch stays."""
         with open(self.metrics_file_path, newline="") as file:
             rows = list(csv.DictReader(file))
         whole = [row for row in rows if (row["step"] or "").isdecimal()]
@@ -157,11 +157,11 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def log_run(self, config: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """For the page of hyper-parameters: a run's configuration and what came of it.
+        """Log a run's configuration and results for the page of hyper-parameters.
 
         Args:
-            config: goes to hparams.yaml as well.
-            figures: by name; there they begin with `hp/`.
+            config: configuration, also written to hparams.yaml.
+            figures: results by name; on the page their names begin with `hp/`.
         """
         self.log_hyperparams(dict(config), {f"hp/{k}": v for k, v in figures.items()})
         self.save()
@@ -171,7 +171,7 @@ class TensorBoard(TensorBoardLogger):
         """Write hparams.yaml as plain data: Lightning's writer fails at `${` in a text."""
         path = Path(self.log_dir, self.NAME_HPARAMS_FILE)
         if not path.exists():
-            with suppress(yaml.YAMLError):  # objects, of which Lightning writes the names
+            with suppress(yaml.YAMLError):  # Lightning writes the names of objects
                 write_text(path, yaml.safe_dump(dict(self.hparams), allow_unicode=True))
         super().save()
 
@@ -183,21 +183,21 @@ class TensorBoard(TensorBoardLogger):
 class WandbRun(WandbLogger):
     """Lightning's `WandbLogger`, with five differences.
 
-    - Its files are in `save_dir`/wandb, and what it logs as configuration is the config.yaml there.
-    - A run that is resumed goes on in the same W&B run: its id lies in the folder.
-    - It ends when the run does, with or without an error, so that runs that follow in the same
-      process (seeds, sweeps) have their own.
+    - Its files are in `save_dir`/wandb, and its configuration is the config.yaml in `save_dir`.
+    - A resumed run continues the same W&B run, whose id is stored in the folder.
+    - It ends with the run, with or without an error, so that later runs in the same process (seeds,
+      sweeps) have their own.
     - Epochs count from 1.
-    - `offline` is this run's alone; Lightning's sets WANDB_MODE for the whole process.
+    - `offline` holds for this run alone; Lightning sets WANDB_MODE for the whole process.
 
     Args:
         save_dir: the run folder.
-        project: of W&B.
-        entity: user or team; None: as W&B is set up.
-        name: of the run; None: the folder's.
-        group: of runs, such as those of one sweep.
-        tags: of the run.
-        offline: write to the folder alone; `wandb sync` sends it later.
+        project: W&B project.
+        entity: W&B user or team; None: W&B's setting.
+        name: name of the run; None: the folder's.
+        group: group of runs, such as those of one sweep.
+        tags: tags of the run.
+        offline: whether to write to the folder alone; `wandb sync` sends it later.
 
     Raises:
         UserError: W&B is not installed, or it refuses the run.
@@ -213,7 +213,7 @@ class WandbRun(WandbLogger):
         tags: Sequence[str] | None = None,
         offline: bool = False,
     ) -> None:
-        try:  # a folder called wandb, which W&B leaves wherever it ran, can be imported, too
+        try:  # a folder called wandb, which W&B leaves where it ran, can be imported, too
             metadata.version("wandb")
         except metadata.PackageNotFoundError:
             raise UserError(
@@ -228,10 +228,10 @@ class WandbRun(WandbLogger):
             group=group,
             tags=list(tags) if tags else None,
             mode="offline" if offline else None,
-            # run.log and the screen are attnkit's; offline there is not even an address to tell
+            # run.log and the screen are attnkit's; offline there is no address to print either
             settings={"console": "off", "silent": offline},
         )
-        wandb_arguments(self).pop("anonymous", None)  # Lightning's None, which W&B warns of
+        wandb_arguments(self).pop("anonymous", None)  # Lightning passes None, of which W&B warns
 
     @property
     @rank_zero_experiment
@@ -239,7 +239,7 @@ class WandbRun(WandbLogger):
         if self._experiment is None:
             import wandb
 
-            # known when the run has begun, which is after this logger was made
+            # the id is known when the run has begun, after this logger was created
             self._id = self._known_id()
             wandb_arguments(self).update(id=self._id, config=self._config())
             try:
@@ -253,15 +253,15 @@ class WandbRun(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Lightning's, with epochs that count from 1."""
+        """Log metrics as Lightning does, with epochs counted from 1."""
         super().log_metrics(from_one(metrics), step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the whole configuration is logged at the start."""
+        """Do nothing: the whole configuration is logged at the start."""
 
     @rank_zero_only
     def close(self, *, failed: bool) -> None:
-        """End the W&B run, if it began."""
+        """End the W&B run, if it has begun."""
         if self._experiment is not None:
             self._experiment.finish(exit_code=int(failed))
             self._experiment = None

@@ -1,4 +1,4 @@
-"""What data modules and modules of tasks may tell of themselves: their data, what to explain."""
+"""Protocols with which data modules and task modules describe their data and what to explain."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +25,9 @@ class DescribedData(Protocol):
     """
 
     def describe(self) -> Mapping[str, Any]:
-        """Plain values by the names of arguments of the module and of the model.
+        """Return plain values by the names of arguments of the module and of the model.
 
-        Called after `prepare_data()` and `setup("fit")`, before module and model are built. Each
+        Call it after `prepare_data()` and `setup("fit")`, before module and model are built. Each
         value fills the argument of its name where the configuration leaves it null; names that
         are not arguments are ignored. Images: `image_size` (side in pixels, or [height, width]),
         `patch_size`, `in_channels`, `num_classes`, `class_names`, and of the training pixels on the
@@ -52,22 +52,22 @@ class Explained:
 
     model: returns logits [batch, classes] of `inputs`; or a captioner; or a model of a graph.
     inputs: images as the model takes them, or a list [channels, height, width] of several sizes,
-        where `pictures` and `masks` are lists too; (x, edge_index) of a graph whose nodes are
-        explained; of a graph whose pairs are, a dictionary of arguments, beside `pairs`; or of a
-        model with one answer for a graph a list of these.
-    of: what of an answer is explained, as of `attnkit.explain`.
+        for which `pictures` and `masks` are lists too; (x, edge_index) of a graph whose nodes are
+        explained; a dictionary of the arguments besides `pairs`, if pairs are explained; or a list
+        of dictionaries of arguments, for a model with one answer for each graph.
+    of: what of an answer is explained, as in `attnkit.explain`.
     pictures: the images [batch, channels, height, width] as people see them; None: a graph.
-    class_names: of the classes, or of a graph's; empty: their numbers.
+    class_names: names of the classes, or of a graph's; empty: their numbers.
     truth: the right class of each image, node or graph; below 0 or None: unknown.
-    names: of the images, such as their files, or of the graphs; empty: their numbers.
+    names: names of the images, such as their files, or of the graphs; empty: their numbers.
     masks: bool [batch, height, width], where the evidence of the right answer is, for
         `attnkit.trust`; None: unknown.
-    true_edges: from a node, or the place of one of several graphs, to the edges that its right
-        answer depends on, bool [edges].
-    sentences: the captions that a captioner gives; `words`: the texts of their words.
-    named: for each sentence, from the place of a word to the mask of what it names; empty: unknown.
+    true_edges: function from a node, or the index of one of several graphs, to the edges that its
+        right answer depends on, bool [edges].
+    sentences: the captions of a captioner; `words`: the texts of their words.
+    named: for each sentence, from the index of a word to the mask of what it names; empty: unknown.
     notes: what a reader should know, one sentence each.
-    graphs: of a list of graphs their numbers in the data.
+    graphs: the numbers in the data of a list of graphs.
     of_pairs: whether the model answers for pairs of nodes.
     """
 
@@ -89,7 +89,7 @@ class Explained:
 
     @property
     def kind(self) -> str:
-        """`images`, `sentences`, `nodes`, `pairs` or `graphs`."""
+        """The kind of inputs: `images`, `sentences`, `nodes`, `pairs` or `graphs`."""
         if self.sentences is not None:
             return "sentences"
         if self.graphs is not None:
@@ -100,11 +100,11 @@ class Explained:
 
     @property
     def has_sizes(self) -> bool:
-        """Whether they are images of several sizes, each of which has a grid of its own."""
+        """Whether the images have several sizes, each with a grid of its own."""
         return self.kind in ("images", "sentences") and isinstance(self.inputs, list)
 
     def alone(self, number: int) -> "Explained":
-        """One image, or sentence, as a batch of its own."""
+        """Return one image, or sentence, as a batch of its own."""
         part = slice(number, number + 1)
         found = {name: getattr(self, name) for name in _OF_EACH}
         cut: dict[str, Any] = {
@@ -116,8 +116,8 @@ class Explained:
         return replace(self, **cut)
 
     def of_one_size(self) -> "Explained":
-        """Images of several sizes as one tensor, of the size of the median one, with a note that
-        they are; others as they are."""
+        """Return images of several sizes as one tensor of the median size, with a note about it;
+        others unchanged."""
         if not self.has_sizes:
             return self
         sizes = sorted((image.shape[-2:] for image in self.inputs), key=lambda size: size.numel())
@@ -133,11 +133,11 @@ class Explained:
         )
 
     def name(self, number: int) -> str:
-        """The name of an image, or its number."""
+        """Return the name of an image, or its number."""
         return self.names[number] if self.names else f"image {number}"
 
     def class_name(self, number: int) -> str:
-        """The name of a class, or its number; below 0 it is not known."""
+        """Return the name of a class, or its number; "not known" below 0."""
         if number < 0:
             return "not known"
         return self.class_names[number] if number < len(self.class_names) else str(number)
@@ -147,7 +147,7 @@ _OF_EACH = ("inputs", "pictures", "truth", "names", "masks", "sentences", "words
 
 
 def by_turns(labels: Sequence[int], count: int) -> list[int]:
-    """Their places: the first of each class, then the second of each, and so on."""
+    """Return indices of labels: the first of each class, then the second of each, and so on."""
     seen: dict[int, int] = {}
     turns = []
     for row, label in enumerate(labels):
@@ -157,7 +157,7 @@ def by_turns(labels: Sequence[int], count: int) -> list[int]:
 
 
 def num_rows(batch: Any) -> int:
-    """How many a batch has, by its first tensor, or list of images of their own sizes."""
+    """Return the number of rows of a batch, by its first tensor or list of images of any sizes."""
     if isinstance(batch, Tensor):
         return len(batch)
     values = batch.values() if isinstance(batch, Mapping) else batch

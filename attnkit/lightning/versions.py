@@ -1,4 +1,4 @@
-"""The versions of the packages a result comes from."""
+"""The versions of the packages that a result depends on."""
 
 import sys
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ PACKAGES = (
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """attnkit's version, also where it runs from a checkout and is not installed, and those of
+    """Return attnkit's version, also if it runs from a checkout and is not installed, and those of
     the packages that are installed."""
-    found = {"attnkit": sys.modules["attnkit"].__version__}  # which imports what is above this
+    found = {"attnkit": sys.modules["attnkit"].__version__}  # an import would be upward
     for name in packages:
         try:
             found[name] = metadata.version(name)

@@ -1,4 +1,4 @@
-"""Whole models on attnkit's block."""
+"""Complete models built from attnkit's attention blocks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""timm's networks under the argument names of this toolkit, with weights of their own or others."""
+"""Networks of timm with this toolkit's argument names, with timm's weights or others."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ from attnkit.models.weights import (
 )
 
 _log = logging.getLogger(__name__)
-# What a network is made with here, whatever its weights were made with elsewhere.
+# Arguments set here, which may differ from those that the weights were saved with.
 _OURS = {"in_chans", "num_classes", "img_size", "drop_rate", "drop_path_rate"}
 
 
@@ -37,27 +37,27 @@ def timm_backbone(
     drop_path: float | None = None,
     **options: Any,
 ) -> nn.Module:
-    """`timm.create_model`, of a name in its registry.
+    """Create a network of timm by its name in timm's registry, with `timm.create_model`.
 
-    Pretrained weights are fitted by timm: positions are resampled to another size, the first layer
-    is adapted to another number of channels. A head for another number of classes is left out,
-    which the log says (logger `attnkit.models.backbones`).
+    timm fits pretrained weights: it resamples positions to another size and adapts the first layer
+    to another number of channels. A head for another number of classes is replaced by a new one,
+    and the logger `attnkit.models.backbones` says so.
 
     Args:
-        name: as `timm.list_models()` has it: "resnet18", "vit_small_patch16_224", …
-        in_channels: of the images.
-        num_classes: how many logits; 0: features.
-        image_size: of the images, in pixels, checked by a forward pass. None: the network's own,
-            unchecked.
-        pretrained: with timm's weights, which it downloads or finds in its cache.
-        weights: others for this network: a file (safetensors, `.pth`, a checkpoint), a Hugging Face
-            folder or `hf-hub:NAME`. No code is run.
-        drop_path: chance that a sample skips a block, at the last one (timm's `drop_path_rate`).
+        name: a name of `timm.list_models()`: "resnet18", "vit_small_patch16_224", …
+        in_channels: channels of the images.
+        num_classes: number of logits; 0: the network returns features.
+        image_size: size of the images in pixels, checked by a forward pass. None: the network's
+            own size, unchecked.
+        pretrained: whether to load timm's weights, which timm downloads or finds in its cache.
+        weights: other weights for this network: a file (safetensors, `.pth`, a checkpoint), a
+            Hugging Face folder or `hf-hub:NAME`. No code in them is run.
+        drop_path: probability that a sample skips the last block (timm's `drop_path_rate`).
         **options: further arguments of `timm.create_model`.
 
     Raises:
-        ValueError: no such name; weights that cannot be had, or are another network's; a size that
-            it cannot take; or it is not a classifier.
+        ValueError: an unknown name; weights that cannot be loaded or belong to another network; a
+            size that the network cannot take; or a network that is not a classifier.
     """
     config = check_name(name)
     options |= {"in_chans": in_channels, "num_classes": num_classes}
@@ -124,8 +124,8 @@ def _with_weights(name: str, weights: str, options: dict[str, Any]) -> nn.Module
         given = of_network(state, fresh.state_dict())
     except ValueError as error:
         raise ValueError(f"weights: {weights}: {error}") from error
-    state, said = _with_head_of(fresh, given)
-    # timm's way of loading, with all its adaptations, but nothing may be missing or left over
+    state, note = _with_head_of(fresh, given)
+    # timm's loader makes all its adaptations, but here no weight may be missing or left over
     overlay = {"state_dict": state, "num_classes": options["num_classes"], "label_offset": 0}
     if channels := _channels(fresh, state):
         config: Any = fresh.pretrained_cfg
@@ -134,7 +134,7 @@ def _with_weights(name: str, weights: str, options: dict[str, Any]) -> nn.Module
         network: Any = timm.create_model(
             name, pretrained=True, pretrained_cfg_overlay=overlay, **options
         )
-    except Exception as error:  # what turns other formats into timm's fails in any way at others
+    except Exception as error:  # timm's converters raise any error on unknown formats
         why = misfits(error) if isinstance(error, RuntimeError) else None
         own = fresh.state_dict()
         apart = state.keys() ^ own.keys()
@@ -142,13 +142,13 @@ def _with_weights(name: str, weights: str, options: dict[str, Any]) -> nn.Module
             why = f"its names are {_first(given)}; expected {_first(own)}"
         elif apart and all(name.startswith(("norm.", "fc_norm.")) for name in apart):
             same = "true" if "fc_norm.weight" in state else "false"
-            why = f"{why}; model.fc_norm={same} makes the norm that the weights are of"
+            why = f"{why}; model.fc_norm={same} creates the norm that these weights have"
         raise ValueError(
             f"weights: {weights} does not fit {name}: {why or reason(error)}"
         ) from error
-    network.pretrained_cfg.pop("state_dict", None)  # they are in the network
-    if said:
-        _log.info("weights: %s: %s", weights, said)
+    network.pretrained_cfg.pop("state_dict", None)  # already in the network
+    if note:
+        _log.info("weights: %s: %s", weights, note)
     return network
 
 
@@ -161,7 +161,7 @@ def _first(names: Iterable[str], shown: int = 3) -> str:
 def _with_head_of(
     fresh: nn.Module, state: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], str | None]:
-    """The weights with the head of a new network where theirs does not fit, and what was said."""
+    """Return the weights, with a new head where theirs does not fit, and a note about the head."""
     config: Any = fresh.pretrained_cfg
     heads = config.get("classifier") or ()
     own, fitted, there = fresh.state_dict(), dict(state), None
@@ -182,7 +182,7 @@ def _with_head_of(
 
 
 def _channels(fresh: nn.Module, state: dict[str, Tensor]) -> int | None:
-    """Of the images that the weights were made for."""
+    """Return the number of image channels that the weights were made for; None if unknown."""
     config: Any = fresh.pretrained_cfg
     first = config.get("first_conv")
     layer = f"{first}.weight" if isinstance(first, str) else ""
@@ -193,7 +193,7 @@ def _channels(fresh: nn.Module, state: dict[str, Tensor]) -> int | None:
 
 
 def _try_out(network: Any, name: str, shape: tuple[int, ...], num_classes: int) -> None:
-    """ValueError if the network cannot take images of this shape, or gives no logits of them."""
+    """Raise ValueError if the network cannot take images of this shape or returns no logits."""
     images = torch.zeros(shape)
     try:
         with evaluating(network), torch.no_grad():

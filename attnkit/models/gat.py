@@ -28,10 +28,10 @@ class GAT(GraphModel):
         x = elu(attention(dropout(x)))        for each layer but the last
         logits = attention(dropout(x))        whose heads are averaged
 
-    Nodes [nodes, in_channels] in, logits [nodes, num_classes] out, or by the readout of graphs or
-    pairs of nodes. By default the network of the paper's citation graphs with `hidden_channels=64`:
-    two layers, 8 heads of 8 channels, one output head, self-loops, dropout 0.6 of every layer's
-    input and of the attention.
+    Nodes [nodes, in_channels] in, logits [nodes, num_classes] out, or logits of graphs or of pairs
+    of nodes, by the readout. The defaults with `hidden_channels=64` give the paper's network for
+    citation graphs: two layers, 8 heads of 8 channels, one output head, self-loops, dropout 0.6 of
+    every layer's input and of the attention.
 
     With `residual`, `norm` and `last_linear`, and on some graphs `first_linear`, it is the network
     of Luo et al. (Classic GNNs are Strong Baselines, 2024), who use one head, relu, no dropout of
@@ -42,7 +42,7 @@ class GAT(GraphModel):
         x = activation(norm(attention(x) + W_r x))
         logits = linear(dropout(x))
 
-    Their W_r begins Kaiming-uniform, ours Xavier-uniform.
+    W_r is initialized Kaiming-uniform there and Xavier-uniform here.
 
     With `mlp_ratio` it is the network of Platonov et al. (A Critical Look at the Evaluation of GNNs
     under Heterophily, 2023), GAT-sep with `separate_self`, of `num_layers` residual blocks:
@@ -52,45 +52,46 @@ class GAT(GraphModel):
         logits = linear(norm(x))
 
     Args:
-        in_channels: channels of the nodes, or of sources and of targets, a pair, with which each
-            layer has projections of its own for both; −1: those of the first input.
+        in_channels: channels of the nodes, or a pair, channels of sources and of targets, for which
+            each layer then has separate projections; −1: inferred from the first input.
         hidden_channels: channels between layers, all heads together.
-        num_classes: logits.
-        num_layers: attention layers.
-        heads: of each layer but the last, a divisor of `hidden_channels`; with `last_linear` or
-            residual blocks of each layer.
-        out_heads: of the last layer, which gives the logits; None: 1. With `last_linear` or
+        num_classes: number of logits.
+        num_layers: number of attention layers.
+        heads: heads of each layer but the last, a divisor of `hidden_channels`; with `last_linear`
+            or residual blocks, of each layer.
+        out_heads: heads of the last layer, which gives the logits; None: 1. With `last_linear` or
             residual blocks there is no such layer.
         score: "gat", "gatv2", or any other score of `GraphAttention`.
-        dropout_p: of the layers' inputs; with residual blocks, after the first linear layer and in
-            the MLPs.
-        input_dropout_p: of x itself; None: `dropout_p`. Residual blocks do not drop x.
-        attention_dropout_p: of the attention weights.
-        value_dropout_p: of the values, after their projection, as in the code of the paper's
+        dropout_p: dropout of the layers' inputs; with residual blocks, after the first linear layer
+            and in the MLPs.
+        input_dropout_p: dropout of the input x; None: `dropout_p`. Residual blocks do not drop x.
+        attention_dropout_p: dropout of the attention weights.
+        value_dropout_p: dropout of the values after their projection, as in the code of the paper's
             authors; with 0.6 the network reaches its published accuracy on CiteSeer.
-        residual: add W_r x to each layer's output, as the paper's network for protein graphs does
-            in the middle; residual blocks do without.
-        norm: "layer", "batch" or None: before the activation of each layer but the last, with
-            `last_linear` of each layer; with residual blocks as above.
-        first_linear: a linear layer before the first attention.
-        last_linear: a linear layer gives the logits, behind attention layers that are all alike; so
-            it is with a readout other than "node".
+        residual: whether to add W_r x to each layer's output, as the paper's network for protein
+            graphs does in its middle layer; not for residual blocks.
+        norm: "layer", "batch" or None: the norm before the activation of each layer but the last,
+            or of each layer with `last_linear`; with residual blocks as above.
+        first_linear: whether a linear layer precedes the first attention.
+        last_linear: whether a linear layer gives the logits, after attention layers that are all
+            alike; always true with a readout other than "node".
         readout, pool: what the last linear layer reads, as in `GraphTransformer`.
         mlp_ratio: None, or residual blocks with MLPs of this width over `hidden_channels`.
-        separate_self: the node's own value beside what it gathered; with residual blocks.
-        add_self_loops: None: unless `separate_self`.
-        edge_dim: channels of the edges, which every layer reads; None: they carry nothing.
+        separate_self: whether the MLPs read the node's own value beside the gathered one; needs
+            `mlp_ratio`.
+        add_self_loops: whether each node sees itself; None: unless `separate_self`.
+        edge_dim: channels of the edge features, which every layer reads; None: no edge features.
         activation: "elu", "relu" or "gelu".
         backend: the attention kernel, as in `attnkit.attend`.
 
     Raises:
-        ValueError: sizes that do not divide, unknown choices, options that do not go together, such
-            as `heads`, `norm` or `activation` of a single layer without residual blocks.
+        ValueError: sizes that do not divide, unknown choices, or options that exclude each other,
+            such as `heads`, `norm` or `activation` of a single layer without residual blocks.
     """
 
     num_hops: int | None
-    """How many edges away the logits of a node look, for `ReceptiveField`; None: everywhere, as
-    with the statistics of batch normalization, or no logits of nodes."""
+    """The distance in edges up to which nodes affect the logits of a node, for `ReceptiveField`.
+    None: all nodes do, as with the statistics of batch normalization, or no logits of nodes."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class GAT(GraphModel):
     ) -> None:
         super().__init__()
         at_least(1, num_layers=num_layers, heads=heads)
-        asks = "last_linear" if last_linear else f"readout={readout!r}"
+        cause = "last_linear" if last_linear else f"readout={readout!r}"
         last_linear = last_linear or (readout != "node" and mlp_ratio is None)
         up_to_1(dropout_p=dropout_p, input_dropout_p=input_dropout_p)
         if num_layers > 1 or last_linear or mlp_ratio is not None:
@@ -151,7 +152,7 @@ class GAT(GraphModel):
                 )
         if last_linear and out_heads is not None:
             raise ValueError(
-                f"out_heads: with {asks} a linear layer gives the logits, there are no heads of "
+                f"out_heads: with {cause} a linear layer gives the logits, there are no heads of "
                 f"the last layer to average: expected None, got {out_heads}"
             )
         first = None
@@ -231,18 +232,18 @@ class GAT(GraphModel):
         num_graphs: int | None = None,
         pairs: Annotated[Tensor, "2 pairs", int] | None = None,
     ) -> Annotated[Tensor, "rows classes"]:
-        """Logits of nodes, graphs or pairs, by the readout; or of the nodes that a receptive field
-        is of.
+        """Return logits of nodes, graphs or pairs, by the readout; with a receptive field, of its
+        target nodes.
 
         Args:
-            x: dense or sparse CSR, of which the values are dropped.
+            x: dense, or sparse CSR, whose stored values dropout then drops.
             edge_index: as in `GraphAttention`; or, with the readout "node", a receptive field.
             batch, num_graphs, pairs: as in `GraphTransformer`.
         """
         lengths = self._sizes_of_graphs(x, edge_index, batch, num_graphs, pairs)
         hops = edges_of_layers(edge_index, edge_attr, x.shape[0], len(self.layers), self.edge_dim)
         is_wrong = isinstance(x, Tensor) and x.shape[-1] != self.in_channels
-        if len(self.stem) and is_wrong:  # told before the dropout draws
+        if len(self.stem) and is_wrong:  # checked before dropout draws
             raise ValueError(f"x: expected [nodes, {self.in_channels}], got {list(x.shape)}")
         x = self.stem(x)
         for layer, (edges, features) in zip(self.layers, hops, strict=True):
@@ -256,8 +257,8 @@ class GAT(GraphModel):
 
     @property
     def hops(self) -> Hops | None:
-        """The network layer by layer, for a graph that is computed in parts; None with another
-        readout than "node"."""
+        """The network layer by layer, for a graph that is computed in parts; None with a readout
+        other than "node"."""
         if self.readout != "node":
             return None
         return Hops(self.stem, list(self.layers), self.head)

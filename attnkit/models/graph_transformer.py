@@ -31,39 +31,39 @@ class GraphTransformer(GraphModel):
 
     With `expander_degree` or `num_virtual_nodes` it is Exphormer (Shirzad et al., 2023): local
     attention goes along the edges of the graph, a random regular graph on its nodes, and edges from
-    and to virtual nodes, all in one softmax, at a cost linear in the nodes. What an edge is (of the
-    graph, expander, to a virtual node, from one) is a feature that every layer learns: it adds to
-    keys and values, as `GraphAttention`'s edge features do, where the paper's multiplies the keys.
-    Virtual nodes begin as learned vectors and go through the blocks as nodes do; they need
+    and to virtual nodes, all in one softmax, at a cost linear in the nodes. The type of an edge (of
+    the graph, expander, to a virtual node, from one) is a feature that every layer learns: it is
+    added to keys and values, as `GraphAttention`'s edge features are; the paper's multiplies the
+    keys. Virtual nodes begin as learned vectors and pass through the blocks as nodes do; they need
     `global_attention=None`.
 
     Args:
         in_channels: channels of the nodes.
         hidden_channels: channels between blocks.
-        num_classes: logits.
-        num_layers, heads: of the blocks.
+        num_classes: number of logits.
+        num_layers, heads: number of blocks, and of heads of each.
         local: the score along edges, as in `GraphAttention`; None: no local attention.
         global_attention: "softmax", "linear" for large graphs, or None.
-        readout: what the logits are of: "node", "graph" or "edge", pairs of nodes.
-        pool: of the readout "graph": "attention" with one learned query, or PyG's global "mean",
-            "sum" or "max".
+        readout: what the logits describe: "node", "graph" or "edge" (pairs of nodes).
+        pool: pooling for the readout "graph": "attention" with one learned query, or PyG's global
+            "mean", "sum" or "max".
         position_dim: channels of positional encodings, such as those of PyG's transforms
-            `AddRandomWalkPE` and `AddLaplacianEigenvectorPE`; None: there are none.
-        random_signs: flip the sign of each column of the positions at random in training, as is
-            right for eigenvectors, whose sign means nothing.
-        edge_dim: channels of the edges, which local attention reads.
-        expander_degree: even, edges into each node of the random regular graph (`expander_edges`);
-            None: there is none.
-        num_virtual_nodes: of each graph, not together with `global_attention`.
-        expander_seed: of the random graph, which depends on it and the number of nodes alone.
-        mlp_ratio, dropout_p, attention_dropout_p, activation, backend: of the blocks.
+            `AddRandomWalkPE` and `AddLaplacianEigenvectorPE`; None: no positions.
+        random_signs: whether to flip the sign of each column of the positions at random in
+            training. The sign of an eigenvector is arbitrary, so that this suits eigenvectors.
+        edge_dim: channels of the edge features, which local attention reads.
+        expander_degree: number of edges into each node of the random regular graph
+            (`expander_edges`), even; None: no such graph.
+        num_virtual_nodes: number of virtual nodes of each graph; needs `global_attention=None`.
+        expander_seed: seed of the random graph, which depends only on it and the number of nodes.
+        mlp_ratio, dropout_p, attention_dropout_p, activation, backend: settings of the blocks.
 
     Raises:
-        ValueError: sizes that do not divide, unknown choices, arguments that are missing.
+        ValueError: sizes that do not divide, unknown choices, or missing arguments.
     """
 
     num_hops: int | None
-    """How many edges away the logits of a node look; None: to every node."""
+    """The distance in edges up to which nodes affect the logits of a node; None: all nodes do."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class GraphTransformer(GraphModel):
         self.head = nn.Linear(width, num_classes)
 
     def reset_parameters(self) -> None:
-        """The virtual nodes standard normal."""
+        """Initialize the virtual nodes standard normal."""
         if self.num_virtual_nodes:
             nn.init.normal_(self.virtual_nodes)
 
@@ -162,20 +162,20 @@ class GraphTransformer(GraphModel):
         positions: Annotated[Tensor, "nodes position_dim"] | None = None,
         pairs: Annotated[Tensor, "2 pairs", int] | None = None,
     ) -> Annotated[Tensor, "rows classes"]:
-        """Logits of nodes, graphs or pairs, by the readout.
+        """Return logits of nodes, graphs or pairs, by the readout.
 
         Args:
             x: dense or sparse CSR.
             edge_index: as in `GraphAttention`. A receptive field is for local attention and the
                 readout "node".
-            batch: the graph of each node, in their order; None: all are of one.
-            num_graphs: how many there are, where the last of them have no nodes.
-            pairs: of the readout "edge": the two nodes of each pair, the first of all in row 0, the
+            batch: the index of each node's graph, sorted; None: all nodes are of one graph.
+            num_graphs: number of graphs; needed if the last ones have no nodes.
+            pairs: for the readout "edge", the two nodes of each pair: the first nodes in row 0, the
                 second in row 1; so [2, 2] are two pairs.
 
         Raises:
-            ValueError, TypeError, IndexError: an argument of another shape or type, or that names
-                nodes which are not there.
+            ValueError, TypeError, IndexError: an argument of another shape or type, or one that
+                names nodes which do not exist.
         """
         expected = None if self.position_dim is None else [x.shape[0], self.position_dim]
         given = None if positions is None else list(positions.shape)
@@ -211,9 +211,12 @@ class GraphTransformer(GraphModel):
     def _join(
         self, edges: Edges, edge_attr: Tensor | None, lengths: Tensor, dtype: torch.dtype
     ) -> tuple[Edges, Tensor]:
-        """All edges as one set, of one graph kept while it is the same, and their features."""
+        """Return all edges as one set and their features; the set of a single graph is cached."""
         if self.expander_degree is not None and torch.compiler.is_exporting():
-            raise ValueError("expander edges depend on the number of nodes, not exported")
+            raise ValueError(
+                "expander_degree: expander edges depend on the number of nodes and cannot be "
+                "exported; expected None"
+            )
         degree, num_virtual, seed = self.expander_degree, self.num_virtual_nodes, self.expander_seed
         make = partial(
             joined_edges, edges, lengths, degree=degree, num_virtual=num_virtual, seed=seed
@@ -224,7 +227,7 @@ class GraphTransformer(GraphModel):
             key, device = (degree, num_virtual, seed), edges.edge_index.device
             joined, types = kept(edges, "_joined", key, device, make, in_programs=True)
         features = F.one_hot(types, 4 if self.num_virtual_nodes else 2).to(dtype)
-        if edge_attr is not None:  # of the graph's own edges, which come first
+        if edge_attr is not None:  # features of the graph's own edges, which come first
             edge_attr = edge_attr[:, None] if edge_attr.ndim == 1 else edge_attr
             added = joined.num_edges - edges.num_edges
             features = torch.cat([features, F.pad(edge_attr, (0, 0, 0, added))], dim=1)
@@ -232,8 +235,8 @@ class GraphTransformer(GraphModel):
 
     @property
     def hops(self) -> Hops | None:
-        """The network layer by layer, for a graph that is computed in parts; None: with global
-        attention, positions or another readout than "node" it cannot be."""
+        """The network layer by layer, for a graph that is computed in parts; None with global
+        attention, positions or a readout other than "node", where this is impossible."""
         if self.num_hops is None or self.position_embed is not None:
             return None
 

@@ -13,9 +13,9 @@ class Hops(NamedTuple):
         x = hop(x, edges)           for each hop
         logits = after(x)
 
-    `before` and `after` are of each node alone, so that any part of a graph can be computed on its
-    own: for `Edges` with fewer targets than sources a hop gives the first ones. Of a network that
-    reads edge features a hop takes these behind the edges.
+    `before` and `after` treat each node alone, so that any part of a graph can be computed on its
+    own: for `Edges` with fewer targets than sources a hop returns the targets, which come first.
+    In a network that reads edge features, a hop takes them after the edges.
     """
 
     before: Callable[[Tensor], Tensor]

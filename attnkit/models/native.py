@@ -1,4 +1,4 @@
-"""Images of their own sizes in one batch of a `ViT`, without padding."""
+"""Batches of images of different sizes for a `ViT`, without padding."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from attnkit.layers.tokens.patch import Grid, PackedImages, embed_patches
 if TYPE_CHECKING:
     from attnkit.models.vit import ViT
 
-_KEPT = 1024  # tables of fixed positions, one for each grid
+_KEPT = 1024  # cached tables of fixed positions, one for each grid
 
 
 def encode(
     vit: ViT, images: Sequence[Tensor] | PackedImages, *, only_class_token: bool
 ) -> tuple[Annotated[Tensor, "tokens dim"], list[int]]:
-    """The tokens of all images after the last block, and how many each image has.
+    """Return the tokens of all images after the last block, and the number of tokens of each image.
 
-    Each image's tokens are its prefix and its patches, and see only each other. With
-    `only_class_token` they are the class token of each image alone.
+    The tokens of an image are its prefix and its patches, and attend only to each other. With
+    `only_class_token`, only the class token of each image is returned.
     """
     if not isinstance(images, PackedImages):
         images = PackedImages.of(images, vit.patch_embed.patch_size)
@@ -47,7 +47,7 @@ def encode(
 
 
 def pooled(vit: ViT, tokens: Tensor, lengths: Sequence[int]) -> Annotated[Tensor, "batch dim"]:
-    """One vector for each image of packed tokens, as `vit.pooling` says."""
+    """Return one vector for each image of packed tokens, pooled by `vit.pooling`."""
     if vit.pooling == "class":
         return tokens
     parts = [part[vit.num_prefix_tokens :] for part in tokens.split(list(lengths))]
@@ -58,8 +58,8 @@ def pooled(vit: ViT, tokens: Tensor, lengths: Sequence[int]) -> Annotated[Tensor
 
 
 def positions_on(vit: ViT, grid: Grid) -> Tensor | None:
-    """What is added to the patches of an image on this grid, `[patches, dim]`: what `vit.resize`
-    would make of the positions, with gradients. None: nothing is added."""
+    """Return the positions [patches, dim] to add to the patches of an image on this grid, with
+    gradients; they are those of `vit.resize`. None: nothing is added."""
     table, own = vit.position_table, vit.grid
     if isinstance(table, torch.nn.Parameter):
         return resize_positions(table[0], own, grid, vit.resampling)
@@ -76,7 +76,7 @@ def positions_on(vit: ViT, grid: Grid) -> Tensor | None:
 
 
 def rotation_on(vit: ViT, grid: Grid, kept: Tensor | None = None) -> Rotation | None:
-    """The rotation of the tokens of images on this grid, or of their patches `kept` alone."""
+    """Return the rotation of the tokens of images on this grid, or only of their patches `kept`."""
     if vit.rotary is None:
         return None
     own = grid == vit.grid
@@ -94,7 +94,7 @@ def _embed(vit: ViT, images: PackedImages) -> tuple[Tensor, list[int], Rotation 
     prefix = [token[0] for token in (vit.class_token, vit.registers) if token is not None]
     parts, lengths, rotations = [], [], []
     for part, grid in zip(tokens.split(counts), images.grids, strict=True):
-        left, kept = vit.patch_dropout(part[None])  # kept is None where nothing was left out
+        left, kept = vit.patch_dropout(part[None])  # kept is None if no patch was dropped
         parts += [*prefix, left[0]]
         lengths.append(vit.num_prefix_tokens + left.shape[1])
         rotations.append(rotation_on(vit, grid, kept))
@@ -105,7 +105,7 @@ def _embed(vit: ViT, images: PackedImages) -> tuple[Tensor, list[int], Rotation 
 
 @lru_cache(_KEPT)
 def _sincos(grid: Grid, dim: int) -> Tensor:
-    # kept for training too, whatever mode the first caller is in
+    # cached for training too, even if the first caller is in inference mode
     with torch.inference_mode(False), torch.device("cpu"):
         return sincos_2d(grid, dim)
 

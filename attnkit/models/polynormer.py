@@ -71,16 +71,16 @@ class Polynormer(GraphModel):
     """Polynomial-expressive graph transformer in linear time (Deng et al., Polynormer, 2024).
 
         x = dropout(W x)
-        x = local(x, edges)             num_local_layers times, whose outputs are summed
-        logits = W_l Σ x                while it trains locally
+        x = local(x, edges)             num_local_layers times; Σ x is the sum of their outputs
+        logits = W_l Σ x                in the first local_steps steps of training
         x = norm(Σ x)
         x = global(x)                   num_global_layers times
         logits = W_g x
 
-    Local attention is GAT's without self-loops; it may have any score of `GraphAttention`. Local to
-    global: in the first `local_steps` steps of training the local layers alone are trained and give
-    the logits, then all of them; the step is counted in the buffer `steps`. What is not trained
-    then has no gradients, which DDP must be told (`find_unused_parameters`).
+    Local attention is GAT's without self-loops; it may have any score of `GraphAttention`. Training
+    goes from local to global: in its first `local_steps` steps only the local layers are trained
+    and give the logits, then all layers; the buffer `steps` counts the steps. Layers that are not
+    trained yet have no gradients, for which DDP needs `find_unused_parameters`.
 
     Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out; the
     readouts "graph" and "edge", which the paper does not have, give [graphs, num_classes] and
@@ -90,15 +90,15 @@ class Polynormer(GraphModel):
     Args:
         in_channels: channels of the nodes.
         hidden_channels: channels between layers, all heads together.
-        num_classes: logits.
-        num_local_layers, num_global_layers: how many of each.
-        heads: of every layer, a divisor of `hidden_channels`.
-        score: of local attention.
-        beta: what of a layer is not gated, 0 to 1.
-        local_steps: steps of training with the local layers alone; 0: none.
+        num_classes: number of logits.
+        num_local_layers, num_global_layers: number of layers of each kind.
+        heads: heads of every layer, a divisor of `hidden_channels`.
+        score: score of local attention.
+        beta: share of a layer's output that is not gated, 0 to 1.
+        local_steps: number of training steps with the local layers alone; 0: none.
         readout, pool: what W_g and W_l read, as in `GraphTransformer`, the same for both.
-        dropout_p: of the input and the local layers.
-        global_dropout_p: of the global layers.
+        dropout_p: dropout of the input and the local layers.
+        global_dropout_p: dropout of the global layers.
         backend: the attention kernel, as in `attnkit.attend`.
 
     Raises:
@@ -161,7 +161,7 @@ class Polynormer(GraphModel):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """No steps."""
+        """Set the step count to 0."""
         self.steps.zero_()
 
     def forward(
@@ -173,7 +173,7 @@ class Polynormer(GraphModel):
         num_graphs: int | None = None,
         pairs: Annotated[Tensor, "2 pairs", int] | None = None,
     ) -> Annotated[Tensor, "rows classes"]:
-        """Logits of nodes, graphs or pairs, by the readout.
+        """Return logits of nodes, graphs or pairs, by the readout.
 
         Args:
             edge_index: as in `GraphAttention`.

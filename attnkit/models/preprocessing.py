@@ -1,4 +1,4 @@
-"""What pretrained networks expect of images: their size, mean, standard deviation, …"""
+"""The images that pretrained networks expect: their size, mean, standard deviation, …"""
 
 import logging
 import math
@@ -21,9 +21,9 @@ from attnkit.models.weights import (
 _log = logging.getLogger(__name__)
 
 OF_DATA = ("image_size", "in_channels", "interpolation", "crop_pct")
-"""What of it is for data, which prepare images; `mean` and `std` are for modules."""
+"""The expected facts that are for data, which prepare images; `mean` and `std` are for modules."""
 OF_MODEL = ("name", "patch_size", "config")
-"""What is for the network itself."""
+"""The expected facts that are for the network itself."""
 _TARGETS = (
     "attnkit.TimmEncoder",
     "attnkit.interop.PretrainedViT",
@@ -34,25 +34,25 @@ _TARGETS = (
 
 
 def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The preprocessing with which the weights in a network's configuration were trained.
+    """Return the preprocessing with which the weights in a network's configuration were trained.
 
-    Of timm's own weights it is their `pretrained_cfg`; of a Hugging Face folder and of the hub what
-    their config.json says; of other files what timm says of the network, or else the size alone,
-    which the log says (logger `attnkit.models.preprocessing`).
+    For timm's own weights it is their `pretrained_cfg`; for a Hugging Face folder and the hub it is
+    in config.json; for other files it is what timm knows of the network, or else the size alone,
+    which the logger `attnkit.models.preprocessing` reports.
 
     Args:
-        node: of `timm_backbone`, `timm_network`, `TimmEncoder` or `timm.create_model`, with
-            `pretrained: true` or `weights`, of `PretrainedViT`, with `pretrained: NAME`, or of
-            `VisionTower` with `weights`. Of others nothing is known.
+        node: configuration of `timm_backbone`, `timm_network`, `TimmEncoder` or
+            `timm.create_model`, with `pretrained: true` or `weights`, of `PretrainedViT`, with
+            `pretrained: NAME`, or of `VisionTower` with `weights`. Nothing is known of others.
 
     Returns:
-        `name` and `patch_size` of the network, of a tower of transformers its `config`;
+        `name` and `patch_size` of the network, or `config` of a tower of transformers;
         `image_size` (a side, or height and width), `in_channels`, `mean`, `std`, `interpolation`
-        and `crop_pct`, as far as they are known; nothing where the node asks for no weights.
+        and `crop_pct`, as far as they are known. Empty if the node requests no weights.
 
     Raises:
-        ValueError: no such name, or no such weights; files are read, which is to be known before
-            thousands of images are.
+        ValueError: an unknown name, or missing weights. The files are read now, so that the error
+            comes before thousands of images are read.
     """
     if node.get("_target_") == "attnkit.interop.VisionTower" and node.get("weights"):
         return _of_transformers(node["weights"])
@@ -73,7 +73,7 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
         source, state = read_source(given), read_weights(given)
         name = named or source.architecture
         found = _facts(name, source.config if source.config.get("mean") else timm_config(name))
-        if found and found["patch_size"] is None:  # not every name says it
+        if found and found["patch_size"] is None:  # not every name contains it
             found["patch_size"] = _patch_size(of_vit(state))
         return found or _of_vit(given, of_vit(state))
     except ValueError as error:
@@ -108,7 +108,7 @@ def _facts(name: str | None, config: Any) -> dict[str, Any]:
 
 
 def _patch_size(state: Mapping[str, Tensor]) -> int | list[int] | None:
-    """Side of the patches by the first layer of a Vision Transformer, or [height, width]."""
+    """Return the side of a Vision Transformer's patches, or [height, width], by its first layer."""
     patches = state.get("patch_embed.proj.weight", state.get("patch_embed.weight"))
     if patches is None or patches.ndim != 4:
         return None
@@ -117,7 +117,7 @@ def _patch_size(state: Mapping[str, Tensor]) -> int | list[int] | None:
 
 
 def _of_vit(given: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the parameters of a Vision Transformer tell, by timm's names or ours."""
+    """Return what the parameters of a Vision Transformer tell, with timm's names or ours."""
     patches = state.get("patch_embed.proj.weight", state.get("patch_embed.weight"))
     positions = state.get("pos_embed", state.get("position_table"))
     if patches is None or positions is None or patches.ndim != 4 or positions.ndim != 3:
@@ -125,7 +125,7 @@ def _of_vit(given: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
     _log.info(
         "%s has no mean and std: those of the data are used; set others by module.mean=…", given
     )
-    side = math.isqrt(positions.shape[1])  # of the grid, whatever few tokens are before it
+    side = math.isqrt(positions.shape[1])  # of the grid; few prefix tokens change nothing
     height, width = patches.shape[2:]
     return {
         "patch_size": height if height == width else [height, width],

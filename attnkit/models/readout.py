@@ -1,4 +1,4 @@
-"""From the nodes of a graph model to what its logits are of: nodes, graphs or pairs of nodes."""
+"""Readouts of graph models: what the logits describe, which is nodes, graphs or pairs of nodes."""
 
 from typing import Literal, get_args
 
@@ -27,15 +27,15 @@ class GraphPool(AttentionPool):
     def forward(  # type: ignore[override]
         self, x: Tensor, lengths: Tensor | None = None
     ) -> Tensor:
-        """`lengths`: how many of the nodes, which are in the order of graphs, are of each; None:
-        all are of one graph."""
+        """Pool the nodes of each graph; `lengths` is the number of nodes of each graph, in their
+        order; None: one graph."""
         if lengths is None:
             lengths = torch.tensor([x.shape[0]], device=x.device)
         return super().forward(x[None], Packed(torch.ones_like(lengths), lengths))
 
 
 class PlainPool(nn.Module):
-    """PyG's `global_mean_pool`, `global_add_pool` or `global_max_pool`, as `GraphPool` is called.
+    """PyG's `global_mean_pool`, `global_add_pool` or `global_max_pool`, called like `GraphPool`.
 
     A graph without nodes in a batch gives 0.
     """
@@ -56,11 +56,11 @@ class PlainPool(nn.Module):
 
 
 class GraphModel(EdgeModule):
-    """A graph model whose last linear layer reads what its `readout` says.
+    """Base class of graph models, whose last linear layer reads what `readout` selects.
 
-        "node"      x_i, of each node
-        "graph"     pool(x_i of the graph), of each graph
-        "edge"      [x_i, x_j], of each pair of nodes
+        "node"      x_i, for each node
+        "graph"     pool(x_i of the graph), for each graph
+        "edge"      [x_i, x_j], for each pair of nodes
 
     A subclass calls `_reads` in its constructor, `_sizes_of_graphs` before it computes or draws
     anything, and `_read` before its last linear layer.
@@ -73,13 +73,13 @@ class GraphModel(EdgeModule):
     pool: nn.Module | None
 
     def _reads(self, readout: ReadOut, pool: Pool, dim: int, heads: int, backend: str) -> int:
-        """Set `readout` and `pool`, and return how many channels the last linear layer reads.
+        """Set `readout` and `pool`, and return the number of channels of the last linear layer.
 
         Args:
-            pool: "attention", a `GraphPool` of so many heads, or a `PlainPool`.
+            pool: "attention" for a `GraphPool` with `heads` heads, else a `PlainPool`.
 
         Raises:
-            ValueError: an unknown choice, or a pool of what is not pooled.
+            ValueError: an unknown choice, or a pool with a readout that does not pool.
         """
         choice(get_args(ReadOut), readout=readout)
         choice(get_args(Pool), pool=pool)
@@ -102,7 +102,7 @@ class GraphModel(EdgeModule):
         num_graphs: int | None,
         pairs: Tensor | None,
     ) -> Tensor | None:
-        """How many nodes each graph has; None without `batch`, where all are of one.
+        """Return the number of nodes of each graph; None without `batch`: there is one graph.
 
         Raises:
             ValueError, TypeError, IndexError: arguments of the model's `forward` that do not fit
@@ -129,7 +129,7 @@ class GraphModel(EdgeModule):
         return None
 
     def _read(self, x: Tensor, lengths: Tensor | None, pairs: Tensor | None) -> Tensor:
-        """What the last linear layer reads of the nodes [nodes, dim]."""
+        """Return the input of the last linear layer, from the nodes [nodes, dim]."""
         if self.pool is not None:
             return self.pool(x, lengths)
         if self.readout == "edge" and pairs is not None:
@@ -138,7 +138,7 @@ class GraphModel(EdgeModule):
 
 
 def check_pairs(pairs: Tensor, num_nodes: int) -> None:
-    """TypeError, ValueError or IndexError unless these are integers [2, pairs] that name nodes."""
+    """Raise TypeError, ValueError or IndexError unless `pairs` is integers [2, pairs] of nodes."""
     is_tensor = isinstance(pairs, Tensor)
     if not is_tensor or pairs.dtype in (torch.bool, torch.uint8) or pairs.is_floating_point():
         given = pairs.dtype if is_tensor else type(pairs).__name__
@@ -155,12 +155,12 @@ def check_pairs(pairs: Tensor, num_nodes: int) -> None:
 def graph_lengths(
     batch: Tensor, num_graphs: int | None = None, *, num_nodes: int | None = None
 ) -> Tensor:
-    """How many nodes each graph has, from PyG's `batch` [nodes], the graph of each node.
+    """Return the number of nodes of each graph, from PyG's `batch` [nodes], each node's graph.
 
     Raises:
-        TypeError: no integers.
-        ValueError: the nodes are not in the order of their graphs, or not `num_nodes`, or are of
-            more than `num_graphs`.
+        TypeError: `batch` has no integers.
+        ValueError: the nodes are not sorted by graph, are not `num_nodes`, or belong to more than
+            `num_graphs` graphs.
     """
     if num_nodes is not None and list(batch.shape) != [num_nodes]:
         raise ValueError(f"batch: expected [{num_nodes} nodes], as x has, got {list(batch.shape)}")

@@ -1,4 +1,4 @@
-"""A residual network for small images, whose blocks attention can be put into."""
+"""A residual network for small images, into whose blocks attention can be inserted."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from attnkit.core.arguments import at_least
 
 
 class ResNet(nn.Module):
-    """The residual network for CIFAR of He et al. 2016 (section 4.2), of torchvision's blocks.
+    """The residual network for CIFAR of He et al. 2016 (section 4.2), with torchvision's blocks.
 
         y = relu(norm(conv3x3(images)));  y = block(y) …;  logits = W mean over pixels(y) + b
         block(x) = relu(norm(conv3x3(relu(norm(conv3x3(x))))) + shortcut(x))
@@ -20,8 +20,8 @@ class ResNet(nn.Module):
     64)` is their ResNet-20: 0.27 million parameters and 41 million multiply-adds on 32 × 32 pixels.
 
     Args:
-        in_channels: of the images.
-        num_classes: how many logits.
+        in_channels: channels of the images.
+        num_classes: number of logits.
         num_blocks: residual blocks of each stage, two convolutions each.
         widths: channels of each stage.
 
@@ -65,7 +65,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, num_classes]."""
+        """Return logits [batch, num_classes]."""
         return self.head(self.pool(self.stages(self.stem(images))).flatten(1))
 
 

@@ -22,10 +22,10 @@ class SGFormer(GraphModel):
         c = dropout(relu(batch_norm(convolution(c, edges)))) + c_0 num_convolutions times
         logits = W (γ c + (1 − γ) g)
 
-    with `SimpleGlobalAttention` and `GraphConvolution`; time and memory linear in nodes and edges.
-    The network of PyG's `SGFormer` with logits in the place of its log-probabilities, and without
-    the influence that the largest graph of a batch has on the others there. A sampled sub-graph is
-    a graph of its own: global attention sees its nodes only.
+    with `SimpleGlobalAttention` and `GraphConvolution`; time and memory are linear in nodes and
+    edges. It is the network of PyG's `SGFormer` with logits instead of log-probabilities, and
+    without the influence that the largest graph of a batch has there on the others. A sampled
+    sub-graph is a graph of its own: global attention sees its nodes only.
 
     Nodes [nodes, in_channels], dense or sparse CSR, in and logits [nodes, num_classes] out; the
     readouts "graph" and "edge", which the paper does not have, give [graphs, num_classes] and
@@ -34,14 +34,14 @@ class SGFormer(GraphModel):
     Args:
         in_channels: channels of the nodes.
         hidden_channels: channels of both branches.
-        num_classes: logits.
-        num_layers: of global attention; the paper's is one.
-        heads: of global attention, each as wide as the branch.
-        num_convolutions: of the branch along the edges.
-        graph_weight: γ, the share of that branch, 0 to 1.
+        num_classes: number of logits.
+        num_layers: number of layers of global attention; the paper's is one.
+        heads: heads of global attention, each as wide as the branch.
+        num_convolutions: number of layers of the convolution branch, along the edges.
+        graph_weight: γ, the weight of the convolution branch, 0 to 1.
         readout, pool: what W reads, as in `GraphTransformer`.
-        dropout_p: of the branch of global attention.
-        convolution_dropout_p: of the branch along the edges.
+        dropout_p: dropout of the branch of global attention.
+        convolution_dropout_p: dropout of the convolution branch.
         backend: the kernel of the convolutions, as in `attnkit.attend`.
 
     Raises:
@@ -98,7 +98,7 @@ class SGFormer(GraphModel):
         num_graphs: int | None = None,
         pairs: Annotated[Tensor, "2 pairs", int] | None = None,
     ) -> Annotated[Tensor, "rows classes"]:
-        """Logits of nodes, graphs or pairs, by the readout.
+        """Return logits of nodes, graphs or pairs, by the readout.
 
         Args:
             edge_index: as in `GraphAttention`.
@@ -120,5 +120,5 @@ class SGFormer(GraphModel):
 
 
 def _end(norm: nn.Module, dropout_p: float) -> Any:
-    """What follows every layer."""
+    """Return the norm, activation and dropout that follow every layer."""
     return nn.Sequential(norm, nn.ReLU(), nn.Dropout(dropout_p))

@@ -1,4 +1,4 @@
-"""What the files beside a model of transformers say of its vision tower and of its images."""
+"""The vision tower and images of a model of transformers, read from the files beside it."""
 
 import json
 import logging
@@ -17,25 +17,25 @@ _log = logging.getLogger(__name__)
 _NOT_OF_TOWERS = ("architectures", "auto_map", "dtype", "id2label", "label2id",
                   "quantization_config", "torch_dtype")  # fmt: skip
 VERSION = "transformers_version"
-"""By this key a configuration of a file, which may say more than its class knows, is told."""
+"""The key that marks a configuration read from a file, which may have keys unknown to its class."""
 _FILTERS = {0: "nearest", 2: "bilinear", 3: "bicubic"}  # PIL's numbers
 
 
 def tower_facts(given: str | Path) -> dict[str, Any]:
-    """What is known of a vision tower and its images, without importing transformers.
+    """Return what is known of a vision tower and its images, without importing transformers.
 
     Args:
-        given: a folder that `save_pretrained` wrote, or `hf-hub:NAME`. Of a model of images and
-            texts, such as CLIP, it is the vision tower.
+        given: a folder that `save_pretrained` wrote, or `hf-hub:NAME`. In a model of images and
+            texts, such as CLIP, the vision tower is meant.
 
     Returns:
-        `config`, the settings of the tower as plain data; `image_size` and `in_channels`; and what
-        `preprocessor_config.json` says: `mean` and `std` of pixels from 0 to 1, `interpolation` and
-        `crop_pct`. null says nothing.
+        `config`, the settings of the tower as plain data; `image_size` and `in_channels`; and from
+        `preprocessor_config.json` `mean` and `std` of pixels from 0 to 1, `interpolation` and
+        `crop_pct`. A null counts as missing.
 
     Raises:
-        ValueError: there is no such folder, no model of transformers in it, or its files say of
-            images what cannot be.
+        ValueError: a missing folder, one without a model of transformers, or files with impossible
+            values.
     """
     found = _read(given, "config.json")
     if "model_type" not in found:
@@ -81,10 +81,10 @@ def tower_facts(given: str | Path) -> dict[str, Any]:
 
 
 def num_channels(config: Mapping[str, Any]) -> int:
-    """How many channels a tower's images have.
+    """Return the number of channels of a tower's images.
 
     Raises:
-        ValueError: it is no positive integer.
+        ValueError: it is not a positive integer.
     """
     number = config.get("num_channels", 3)
     if type(number) is not int or number < 1:
@@ -93,7 +93,7 @@ def num_channels(config: Mapping[str, Any]) -> int:
 
 
 def _part(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object inside of an object; nothing where there is none, or null."""
+    """Return an object inside of an object; empty if it is missing or null."""
     part = found.get(name)
     if not isinstance(part, Mapping | None):
         raise ValueError(f"{name}: expected an object, got {in_a_line(part)}")
@@ -101,20 +101,21 @@ def _part(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _normalized(images: Mapping[str, Any], channels: int) -> dict[str, list[float]]:
-    """Mean and std of pixels from 0 to 1; nothing where the files say none. Theirs are of pixels
-    from 0 to 255 times `rescale_factor`: (255 f x − m) / s = (x − m / 255 f) / (s / 255 f)."""
-    said = {name: value for name, value in images.items() if value is not None}
-    factor = said.get("rescale_factor", 1 / 255) if said.get("do_rescale", True) else 1.0
+    """Return mean and std of pixels from 0 to 1; empty if the files have none. Those in the files
+    are of pixels from 0 to 255 times f = `rescale_factor`:
+    (255 f x − m) / s = (x − m / 255 f) / (s / 255 f)."""
+    values = {name: value for name, value in images.items() if value is not None}
+    factor = values.get("rescale_factor", 1 / 255) if values.get("do_rescale", True) else 1.0
     if type(factor) not in (int, float) or not 0 < factor < math.inf:
         raise ValueError(f"rescale_factor: expected a positive number, got {in_a_line(factor)}")
     scale = 1.0 if math.isclose(255 * factor, 1.0, rel_tol=1e-6) else 255 * factor
-    if not said.get("do_normalize", True):
-        said |= {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}
-    elif scale == 1.0 and not {"image_mean", "image_std"} & said.keys():
+    if not values.get("do_normalize", True):
+        values |= {"image_mean": [0.0] * channels, "image_std": [1.0] * channels}
+    elif scale == 1.0 and not {"image_mean", "image_std"} & values.keys():
         return {}
     found: dict[str, list[float]] = {}
     for name in ("mean", "std"):
-        numbers = said.get(f"image_{name}")
+        numbers = values.get(f"image_{name}")
         given: list[Any] = numbers if isinstance(numbers, list) else [numbers]
         given = given * channels if len(given) == 1 else given
         least = -math.inf if name == "mean" else 0.0
@@ -129,7 +130,7 @@ def _normalized(images: Mapping[str, Any], channels: int) -> dict[str, list[floa
 
 
 def _side(size: Any) -> Any:
-    """A side, or [height, width]; None: it is not said."""
+    """Return a side, or [height, width]; None if the size is unknown."""
     if isinstance(size, Mapping):
         size = [size.get("height", size.get("shortest_edge")), size.get("width")]
         size = [size[0], size[1] or size[0]]
@@ -139,7 +140,7 @@ def _side(size: Any) -> Any:
 
 
 def _read(given: str | Path, name: str) -> dict[str, Any]:
-    """A JSON file beside the weights, or nothing where there is none."""
+    """Return the content of a JSON file beside the weights; empty if the file is missing."""
     try:
         if is_hub(given):
             repository, _, revision = str(given).removeprefix(HUB).partition("@")

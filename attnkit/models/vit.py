@@ -1,4 +1,4 @@
-"""The Vision Transformer, on attnkit's block."""
+"""The Vision Transformer, built from attnkit's blocks."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -51,44 +51,45 @@ class ViT(nn.Module):
         tokens = block(tokens)    depth times
         logits = head(norm(pool(tokens)))
 
-    Images `[batch, channels, height, width]` in, logits `[batch, num_classes]` out. Or a list of
-    images `[channels, height, width]` of any sizes that are multiples of the patch, or their
+    Images `[batch, channels, height, width]` in, logits `[batch, num_classes]` out. Images may also
+    be a list of `[channels, height, width]` of any sizes that are multiples of the patch, or their
     `PackedImages`: they are computed as one packed batch without padding (Dehghani et al., NaViT,
-    2023), and the logits are those of each image alone, by a model of its size (see `resize`).
+    2023), and the logits of each image are those of a model of its size (see `resize`).
 
     With class-token pooling the last block computes the query, output and MLP of that token alone;
-    keys and values still come from all. The result is exactly the same, at less work. A position
-    of the class token, which some implementations add, is here a part of the class token.
+    keys and values still come from all tokens. The result is exactly the same, with less work. The
+    position of the class token that some implementations add is part of the class token here.
 
     Args:
         image_size: height and width in pixels, or one number for both.
-        patch_size: likewise; must divide the image.
+        patch_size: height and width in pixels, or one number for both; must divide the image.
         in_channels: channels of the images.
-        num_classes: logits; 0 for none, when `forward` returns the features.
+        num_classes: number of logits; 0: `forward` returns the features.
         dim, depth, num_heads, mlp_ratio: channels, blocks, heads, and the MLP's width over `dim`.
         positions: "learned"; "factorized2d", learned for rows and columns and added (NaViT);
             "sincos2d", fixed (MoCo v3, MAE); "rotary2d", applied to queries and keys (Heo et al.
             2024); None.
-        position_std: spread of learned positions at the start; None: 0.02, as published. Small
+        position_std: deviation of initial learned positions; None: 0.02, as published. Small
             models on small images learn much sooner from positions as large as the patches, about
             0.5. Only "learned" and "factorized2d" have one.
         pooling: "class" token, "mean" over the patches, or "attention", one learned query over
             the patches (Zhai et al. 2022).
-        class_token: None: there is one if the pooling reads it.
+        class_token: whether there is one; None: if the pooling reads it.
         num_registers: learned extra tokens (Darcet et al. 2024), not pooled.
-        qkv_bias, qk_norm: of the attention in the blocks (attention pooling always has a bias and
-            no such norm, nor dropout, as timm's).
-        score: of every attention, pooling included: a name or a `Score` without tensors, as in
+        qkv_bias, qk_norm: settings of the attention in the blocks (attention pooling always has a
+            bias and has neither this norm nor dropout, as in timm).
+        score: score of every attention, pooling included: a name or a `Score` without tensors, as
+            in `MultiHeadAttention`.
+        normalizer: normalizer of the attention in the blocks: a name or a `Normalizer`, as in
             `MultiHeadAttention`.
-        normalizer: of the attention in the blocks: a name or a `Normalizer`, as in
-            `MultiHeadAttention`.
-        dropout_p: after embedding, attention and in the MLPs.
-        drop_path: chance that a sample skips a branch, rising linearly from 0 at the first block
-            to this at the last; with one block it is 0.
+        dropout_p: dropout after embedding and attention and in the MLPs.
+        drop_path: probability that a sample skips a branch, rising linearly from 0 at the first
+            block to this at the last; with one block it is 0.
         patch_dropout: share of patches left out in training (Li et al. 2023), after positions.
-        native: whether images as one tensor may have any size too, as those of a list; None: no.
-        embed_norm: layer norm before the first block, and no bias in the patches (CLIP).
-        norm_after_pooling: None: for mean pooling (as timm and BEiT), else before.
+        native: whether images in one tensor may have any size too, as in a list; None: no.
+        embed_norm: whether a layer norm precedes the first block, and patches have no bias (CLIP).
+        norm_after_pooling: whether the norm comes after pooling, or before it; None: after mean
+            pooling (as in timm and BEiT), else before.
         layer_scale, attention_dropout_p, activation, norm_eps, backend: as in `TransformerBlock`.
 
     Raises:
@@ -216,18 +217,19 @@ class ViT(nn.Module):
 
     @classmethod
     def from_size(cls, size: str, **options: Any) -> "ViT":
-        """A published size, "tiny", "small", "base" or "large" (`VIT_SIZES`), and any options."""
+        """Create a published size, "tiny", "small", "base" or "large" (`VIT_SIZES`)."""
         choice(VIT_SIZES, size=size)
         return cls(**{**VIT_SIZES[size], **options})
 
     def reset_parameters(self) -> None:
-        """Xavier-uniform matrices and zero biases, as the paper's code; patches as convolutions."""
+        """Initialize matrices Xavier-uniform and biases zero, as the paper's code does; patches are
+        initialized as convolutions."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 reset_linear(module)
         for module in self.modules():
             if isinstance(module, MultiHeadAttention):
-                module.reset_parameters()  # per projection, where several are fused
+                module.reset_parameters()  # fused projections one by one
         if isinstance(self.position_table, nn.Parameter):
             trunc_normal_(self.position_table, std=self.position_std)
         elif self.position_table is not None:
@@ -248,11 +250,11 @@ class ViT(nn.Module):
     def forward(
         self, images: Images | OwnSizes | PackedImages
     ) -> Annotated[Tensor, "batch classes"]:
-        """Logits."""
+        """Return the logits."""
         return self.head(self.features(images))
 
     def features(self, images: Images | OwnSizes | PackedImages) -> Annotated[Tensor, "batch dim"]:
-        """What the head reads: the pooled, normalized vector."""
+        """Return the input of the head: the pooled, normalized vector."""
         images = self._together(images)
         if not isinstance(images, Tensor):
             from attnkit.models.native import encode, pooled
@@ -269,10 +271,10 @@ class ViT(nn.Module):
     def tokens(
         self, images: Images | OwnSizes | PackedImages
     ) -> Annotated[Tensor, "batch tokens dim"] | list[Annotated[Tensor, "tokens dim"]]:
-        """All tokens, prefix and patches, after the last block and norm; of a list of images or
-        `PackedImages`, a list with those of each.
+        """Return all tokens, prefix and patches, after the last block and norm; for a list of
+        images or `PackedImages`, a list with the tokens of each.
 
-        Where the norm comes after pooling (`norm_after_pooling`), they are not normalized.
+        With `norm_after_pooling` they are not normalized.
         The first `num_prefix_tokens` are the class token and the registers, in this order.
         """
         if not isinstance(images, Tensor):
@@ -285,13 +287,13 @@ class ViT(nn.Module):
     def layers(
         self, images: Images, numbers: Sequence[int]
     ) -> list[Annotated[Tensor, "batch tokens dim"]]:
-        """All tokens, as `tokens` gives them, after the blocks with these numbers, in their order.
+        """Return all tokens, as `tokens` does, after the blocks with these numbers, in their order.
 
-        The first block is 0. Each is normalized by the norm after the last.
+        The first block is 0. Each result is normalized by the norm after the last block.
 
         Raises:
-            TypeError: images are no tensor.
-            ValueError: a number of no block, or none.
+            TypeError: images are not a tensor.
+            ValueError: a number without a block, or no numbers.
         """
         if not isinstance(images, Tensor):
             raise TypeError(
@@ -315,11 +317,11 @@ class ViT(nn.Module):
         image_size: int | tuple[int, int] | None = None,
         patch_size: int | tuple[int, int] | None = None,
     ) -> "ViT":
-        """Change, in place, the image and patch size the model takes; returns self.
+        """Change the image and patch size that the model takes, in place, and return self.
 
         Learned positions are resampled (bicubic, antialiased), patch weights by FlexiViT's
-        pseudo-inverse resize (Beyer et al. 2023); fixed and rotary positions are made anew. The
-        parameters are new ones, so resize before you make an optimiser.
+        pseudo-inverse resize (Beyer et al. 2023); fixed and rotary positions are computed anew. The
+        parameters are new ones, so create the optimizer after resizing.
         """
         old_grid = self.grid
         image = self.image_size if image_size is None else pair("image_size", image_size)
@@ -366,7 +368,7 @@ class ViT(nn.Module):
         return last(tokens, query_tokens=1, positions=rotation)
 
     def _together(self, images: Any) -> Any:
-        """Images of equal sizes as one tensor, which needs no mask; others as they are."""
+        """Stack images of equal sizes into one tensor, which needs no mask; return others as is."""
         is_list = isinstance(images, list | tuple) and len(images) > 0
         if not is_list or any(image.shape != images[0].shape for image in images):
             return images
@@ -387,7 +389,7 @@ class ViT(nn.Module):
             tokens = tokens + self.position_table
         elif self.factorized_positions is not None:
             tokens = self.factorized_positions(tokens)
-        tokens, kept = self.patch_dropout(tokens)  # kept is None where nothing was left out
+        tokens, kept = self.patch_dropout(tokens)  # kept is None if no patch was dropped
         prefix = [
             token.expand(images.shape[0], -1, -1)
             for token in (self.class_token, self.registers)

@@ -26,32 +26,32 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from attnkit.core.contexts import shared
 
 HUB = "hf-hub:"
-_PREFIX = "model."  # of the network in a checkpoint of a LightningModule
-_WHOLE = 0.9  # of a network's names, where there may be another one
-_COMPILED = "_orig_mod."  # which torch.compile puts before the names of a module
+_PREFIX = "model."  # of the network's names in a checkpoint of a LightningModule
+_WHOLE = 0.9  # share of a network's names that makes another prefix a second network
+_COMPILED = "_orig_mod."  # torch.compile puts it before the names of a module
 _FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")
 
 
 @dataclass(frozen=True)
 class Source:
-    """What the `config.json` beside weights says of their network; empty where there is none."""
+    """The facts about a network in the `config.json` beside its weights; empty without the file."""
 
     architecture: str | None = None
     """The name in timm's registry."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Those of `timm.create_model` that the network was made with."""
+    """The arguments of `timm.create_model` with which the network was created."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """timm's `pretrained_cfg`: mean, std, input_size, …"""
 
 
 def read_source(given: str | Path) -> Source:
-    """What is known of the network whose weights these are.
+    """Return what is known of the network that weights belong to.
 
     Args:
         given: `hf-hub:NAME`, a folder or a file.
 
     Raises:
-        ValueError: there is no such thing, or its config.json cannot be read.
+        ValueError: there is no such file or name, or its config.json cannot be read.
     """
     if is_hub(given):
         name, _, revision = str(given).removeprefix(HUB).partition("@")
@@ -77,15 +77,15 @@ def read_source(given: str | Path) -> Source:
 
 
 def read_weights(given: str | Path) -> dict[str, Tensor]:
-    """The tensors of a network by their names; code that a file holds is never run.
+    """Return the tensors of a network by their names; code in a file is never run.
 
     Args:
         given: `hf-hub:NAME`; a folder with `model.safetensors` or `pytorch_model.bin`; or a file,
-            safetensors or what `torch.save` wrote: a state dict, alone or under any key, of
-            averaged weights if there are some. `of_network` takes the names of one network.
+            in safetensors or written by `torch.save`: a state dict, alone or under any key;
+            averaged weights are preferred. `of_network` selects the names of one network.
 
     Raises:
-        ValueError: there is no such thing, it holds code, is damaged or has no weights.
+        ValueError: there is no such file or name, or it holds code, is damaged or has no weights.
     """
     if is_hub(given):
         with asking_hub():
@@ -110,10 +110,10 @@ def read_weights(given: str | Path) -> dict[str, Tensor]:
 
 
 def timm_config(name: Any) -> dict[str, Any] | None:
-    """timm's `pretrained_cfg` of a name in its registry, `NAME` or `NAME.TAG`; None: no such name.
+    """Return timm's `pretrained_cfg` of a registered name, `NAME` or `NAME.TAG`; None if unknown.
 
     Raises:
-        ValueError: there are no weights of this tag.
+        ValueError: there are no weights with this tag.
     """
     if not isinstance(name, str) or not timm.models.is_model(name):
         return None
@@ -127,10 +127,10 @@ def timm_config(name: Any) -> dict[str, Any] | None:
 
 
 def check_name(name: Any) -> dict[str, Any]:
-    """timm's `pretrained_cfg` of a name.
+    """Return timm's `pretrained_cfg` of a name.
 
     Raises:
-        ValueError: it is none of timm's registry, or of no weights.
+        ValueError: the name is not in timm's registry, or there are no weights with its tag.
     """
     try:
         config = timm_config(name)
@@ -144,20 +144,20 @@ def check_name(name: Any) -> dict[str, Any]:
 
 
 def is_name(given: str | Path) -> bool:
-    """Whether it is a name of timm's registry; a file or folder here of that name goes first."""
+    """Whether `given` is a name of timm's registry and no file or folder of that name exists."""
     return timm.models.is_model(str(given)) and not Path(given).exists()
 
 
 def is_hub(given: str | Path) -> bool:
-    """Whether it is a name on Hugging Face's hub."""
+    """Whether `given` is a name on Hugging Face's hub."""
     return str(given).startswith(HUB)
 
 
 def existing(given: str | Path) -> Path:
-    """A file or folder.
+    """Return the path of an existing file or folder.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it does not exist.
     """
     path = Path(given).expanduser()
     if not path.exists():
@@ -166,7 +166,7 @@ def existing(given: str | Path) -> Path:
 
 
 def misfits(error: RuntimeError, *, shown: int = 3) -> str | None:
-    """The names that did not fit when torch loaded a state dict, with both sides; else None."""
+    """Return the names that did not fit a state dict, with both sides; None for other errors."""
     text = str(error)
     if "loading state_dict" not in text:
         return None
@@ -184,9 +184,10 @@ def misfits(error: RuntimeError, *, shown: int = 3) -> str | None:
 
 
 def asking_hub() -> AbstractContextManager[None]:
-    """Without the lines of its retries; and without those where the hub cannot be reached at all.
+    """Return a context for requests to the hub, without the log lines of its retries, and without
+    retries if the hub cannot be reached at all.
 
-    Then what is in its cache is found at once, and what is not there is an error at once.
+    Cached files are then found at once, and missing ones are an error at once.
     """
     return shared("hub", partial(_asking_hub, hub.HF_HUB_OFFLINE or not _reachable()))
 
@@ -205,7 +206,7 @@ def _asking_hub(is_offline: bool) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Why something could not be had from the hub, in one line."""
+    """Return in one line why something could not be loaded from the hub."""
     known = {
         "RepositoryNotFoundError": "no such repository, or a private one",
         "RemoteEntryNotFoundError": "no such file in the repository",
@@ -224,20 +225,20 @@ def _reachable() -> bool:
     host = urlparse(hub.ENDPOINT).hostname or ""
     proxies = ("https_proxy", "http_proxy", "all_proxy")
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in proxies):
-        return True  # which finds the host itself
+        return True  # a proxy resolves the host itself
     with suppress(OSError):
         return bool(socket.getaddrinfo(host, 443))
     return False
 
 
 def of_network(state: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Tensor]:
-    """The part of a state dict that is one network's, under the network's own names.
+    """Return the part of a state dict that belongs to one network, under the network's own names.
 
-    It may be under a prefix, as the attribute of a LightningModule is: the prefix under which the
-    most of the network's names are.
+    The part may be under a prefix, as an attribute of a LightningModule is; the prefix with the
+    most of the network's names is taken.
 
     Raises:
-        ValueError: there are two such networks, as a student's and a teacher's.
+        ValueError: there are two such networks, such as a student and a teacher.
     """
     own = set(own)
     counts: Counter[str] = Counter({"": 0})
@@ -255,12 +256,12 @@ def of_network(state: Mapping[str, Tensor], own: Iterable[str]) -> dict[str, Ten
                 "it by torch.load and save the tensors of the one you want"
             )
     if not counts[prefix] and any(name.startswith(_PREFIX) for name in state):
-        prefix = _PREFIX  # in a form that timm turns into its own
+        prefix = _PREFIX  # names that timm converts into its own
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
 
 
 def _are_equal(state: Mapping[str, Tensor], *prefixes: str) -> bool:
-    """Whether the same is under both, as of a loss that keeps the model."""
+    """Whether the prefixes have equal tensors, as with a loss that keeps the model."""
     one, other = (
         {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
         for prefix in prefixes
@@ -269,7 +270,7 @@ def _are_equal(state: Mapping[str, Tensor], *prefixes: str) -> bool:
 
 
 def of_vit(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a state dict that is a Vision Transformer's, of timm or ours."""
+    """Return the part of a state dict that is a Vision Transformer, of timm or attnkit."""
     return of_network(state, ["patch_embed.proj.weight", "patch_embed.weight"])
 
 
@@ -280,13 +281,13 @@ def _read_file(path: Path) -> dict[str, Any]:
         else:
             with torch.serialization.safe_globals(_numbers_of_numpy()):
                 state = _tensors_of(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # pickle raises about anything
+    except Exception as error:  # unpickling may raise any error
         raise ValueError(f"{path}: {_wrong(path)}") from error
     return {name.replace(_COMPILED, ""): tensor for name, tensor in state.items()}
 
 
 def _tensors_of(saved: Any) -> dict[str, Any]:
-    """The state dict in what a training script saved, of averaged weights if there are some."""
+    """Return the state dict in what a training script saved; averaged weights are preferred."""
     found = {
         name: value
         for name, value in saved.items()
@@ -299,13 +300,13 @@ def _tensors_of(saved: Any) -> dict[str, Any]:
     beside = {name: value for name, value in saved.items() if torch.is_tensor(value)}
     if not found or (len(found) == 1 and not beside):
         return dict(*found.values()) or dict(saved)
-    # which of them is the network's, its names tell
+    # names tell later which of them is the network's
     states = found.items()
     return beside | {f"{key}.{name}": t for key, state in states for name, t in state.items()}
 
 
 def _numbers_of_numpy() -> list[Any]:
-    """What pickled numbers of NumPy, such as a best accuracy, are made by; none of it runs code."""
+    """Return the globals of pickled NumPy numbers, such as a best accuracy; none runs code."""
     kinds = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
     return [np.float64(0).__reduce__()[0], np.dtype, *kinds]
 

@@ -1,7 +1,7 @@
 """The shared block behind the call signatures of timm's, torchvision's and torch's attention.
 
-Each module here takes what the one it replaces took, says it in attnkit's words (masks are True
-where a query may look) and lets its `attention`, a `MultiHeadAttention`, do the rest.
+Each module takes the arguments of the one that it replaces, converts them to attnkit's (masks are
+True where a query may look) and calls its `attention`, a `MultiHeadAttention`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Given = Mask | Tensor | None
 
 
 def ours(attn_mask: Tensor | None, is_causal: bool) -> tuple[Given, Tensor | None]:
-    """A mask as torch's function of attention has it, booleans or a bias, as mask and bias."""
+    """Return torch's `attn_mask`, booleans or a bias, as attnkit's mask and bias."""
     causal = Causal() if is_causal else None
     if attn_mask is None or attn_mask.dtype != torch.bool:
         return causal, attn_mask
@@ -28,12 +28,12 @@ def ours(attn_mask: Tensor | None, is_causal: bool) -> tuple[Given, Tensor | Non
 
 
 class Adapter(nn.Module):
-    """What all have in common.
+    """The base class of the adapters.
 
-    attention: the block.
-    dropout: what theirs did to the block's output.
-    bias: a module whose `forward()` gives the bias of these positions, [1, heads, tokens, tokens].
-    mask: an attnkit mask in addition to those that the network gives.
+    attention: the shared block.
+    dropout: dropout of the block's output, from the replaced module.
+    bias: a module whose `forward()` returns a bias by position, [1, heads, tokens, tokens].
+    mask: an attnkit mask in addition to those of the network.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Adapter(nn.Module):
         bias: Tensor | None = None,
         positions: Positions | None = None,
     ) -> Tensor:
-        """Self-attention of tokens [batch, tokens, dim] under both masks and with both biases."""
+        """Return self-attention of tokens [batch, tokens, dim] with both masks and both biases."""
         if self.bias is not None:
             own = self.bias()
             bias = own if bias is None else own + bias
@@ -70,7 +70,7 @@ class Adapter(nn.Module):
         is_causal: bool,
         positions: Positions | None = None,
     ) -> Tensor:
-        """The same with a mask as torch's function of attention has it: booleans, or a bias."""
+        """Return `attend` with a mask as in torch's attention function: booleans, or a bias."""
         return self.attend(x, *ours(attn_mask, is_causal), positions)
 
     def _both(self, mask: Given) -> Given:
@@ -79,7 +79,7 @@ class Adapter(nn.Module):
         return as_mask(mask) & self.mask
 
     def set_window_size(self, window_size: Any) -> None:
-        """For timm's `set_input_size`: another window, or grid of tokens, of the own bias."""
+        """Change the window, or grid of tokens, of the own bias; timm's `set_input_size` calls."""
         if self.bias is not None:
             self.bias.set_window_size(window_size)  # type: ignore[operator]
 
@@ -88,7 +88,7 @@ class Adapter(nn.Module):
 
 
 class Tokens(Adapter):
-    """In the place of timm's `Attention`, as in its Vision Transformers."""
+    """Replaces timm's `Attention`, as in its Vision Transformers."""
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -97,8 +97,8 @@ class Tokens(Adapter):
 
 
 class TokensWithRotary(Adapter):
-    """In the place of timm's `AttentionRope` and `EvaAttention`: positions are turned into angles
-    by the network, and the tokens before the grid have none."""
+    """Replaces timm's `AttentionRope` and `EvaAttention`: the network turns positions into angles,
+    and the tokens before the grid have none."""
 
     def __init__(
         self,
@@ -136,10 +136,10 @@ class TokensWithRotary(Adapter):
 
 
 class TokensWithBias(Adapter):
-    """In the place of BEiT's and timm's relative-position `Attention`, whose own bias a bias shared
-    by all layers may come in addition to, or in the place of.
+    """Replaces BEiT's and timm's relative-position `Attention`. A bias shared by all layers is
+    added to its own bias, or replaces it.
 
-    adds_shared: whether a shared bias is added where there is an own one; else it is not read.
+    adds_shared: whether a shared bias is added to an own one; else it is not read.
     """
 
     def __init__(
@@ -166,21 +166,21 @@ class TokensWithBias(Adapter):
 
 
 class FirstToken(Adapter):
-    """In the place of the class attention of VOLO and CrossViT: the first token asks
-    all, and [batch, 1, dim] is the output."""
+    """Replaces the class attention of VOLO and CrossViT: the first token attends to all, and the
+    output is [batch, 1, dim]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.attention(x[:, :1], x, x, mask=self.mask))
 
 
 class QueryKeyValue(Adapter):
-    """In the place of torch's `nn.MultiheadAttention`, as in torchvision's VisionTransformer.
+    """Replaces torch's `nn.MultiheadAttention`, as in torchvision's VisionTransformer.
 
-    batch_first: as theirs.
+    batch_first: as in torch's.
     """
 
-    # what torch's TransformerEncoderLayer reads to keep off its fast path, which would call no
-    # module but read their weights
+    # torch's TransformerEncoderLayer reads it and then avoids its fast path, which calls no module
+    # and reads weights instead
     in_proj_bias = None
 
     def __init__(
@@ -205,11 +205,11 @@ class QueryKeyValue(Adapter):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch's, but for the weights, which are those before dropout.
+        """Compute attention as torch's module does, but return weights before dropout.
 
         Raises:
-            RuntimeError: `is_causal=True`, torch's hint about `attn_mask`, without an `attn_mask`;
-                as torch.
+            RuntimeError: `is_causal=True`, a hint about `attn_mask`, without an `attn_mask`, as in
+                torch.
             ValueError: tokens without a batch.
         """
         if query.ndim != 3:
@@ -231,7 +231,7 @@ class QueryKeyValue(Adapter):
     def _options(
         self, query: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
     ) -> dict[str, Any]:
-        """torch's masks, True or −inf where no query may look, as a mask and a bias."""
+        """Return torch's masks, True or −inf where no query may look, as a mask and a bias."""
         mask, bias = self.mask, None
         if attn_mask is not None and attn_mask.ndim == 3:
             attn_mask = attn_mask.unflatten(0, (len(query), -1))

@@ -1,5 +1,5 @@
-"""Where a network may attend: where it takes a softmax over more than its classes, or multiplies
-activations with each other, as linear attention does."""
+"""A search for attention in a network: for softmaxes over more than its classes, and for products
+of activations with each other, as in linear attention."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OPERATIONS = dict.fromkeys(("softmax", "scaled_dot_product_attention"), SOFTMAX
 
 
 def attending(model: nn.Module) -> dict[str, str]:
-    """The innermost modules that do one or the other in a dry run, and which; of products those
-    outside of modules with a softmax. None if the network runs on no example made up for it."""
+    """Return the innermost modules that take a softmax or multiply activations in a dry run, and
+    which; products only outside of modules with a softmax. Empty if no example runs."""
     for images in examples_for(model):
         inside: list[str] = []
         found: dict[str, str] = {}
@@ -39,7 +39,7 @@ def attending(model: nn.Module) -> dict[str, str]:
 
 @contextmanager
 def _inside(model: nn.Module, names: list[str]) -> Iterator[None]:
-    """In the block `names` are those of the modules that are running, the innermost last."""
+    """Return a context in which `names` are those of the running modules, the innermost last."""
 
     def drop_last() -> None:  # a hook that returned something would change the output
         names.pop()

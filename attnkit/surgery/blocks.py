@@ -1,4 +1,4 @@
-"""Residual branches, found by running: a path that leaves another and is added to it again."""
+"""Residual branches, found in a dry run: a path that leaves another and is added to it again."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from attnkit.surgery.paths import Node, Paths
 
 @dataclass(frozen=True)
 class Branch:
-    """The end of a branch.
+    """The end of a residual branch.
 
     block: the name of the innermost module around the branch and its addition.
-    module: of the module that gives the branch's last map.
-    is_input: whether that map is the module's input and not its output: of stochastic depth, and of
-        what else gives its input on in evaluation. Attention belongs to what is dropped.
+    module: the name of the module that returns the branch's last map.
+    is_input: whether that map is the module's input and not its output, for stochastic depth and
+        other modules that return their input in evaluation. Attention belongs to what is dropped.
     """
 
     block: str
@@ -26,11 +26,12 @@ class Branch:
 
 
 def branches(run: DryRun) -> list[Branch]:
-    """Those that end in maps, in the order in which they end.
+    """Return the branches that end in maps, in the order in which they end.
 
-    Two tensors are added of which one is what both were computed from, or a projection of it: a
-    chain with a module in it, shorter than the branch. The branch ends at its last module; what
-    no module computes, such as the product with a layer scale, comes after the attention.
+    A branch ends where it is added to its shortcut. The shortcut is the tensor from which both were
+    computed, or a projection of it: a chain with a module in it, shorter than the branch. The
+    branch ends at its last module; what no module computes, such as the product with a layer scale,
+    comes after the attention.
     """
     paths = run.paths
     if paths is None:
@@ -50,7 +51,7 @@ def branches(run: DryRun) -> list[Branch]:
 
 
 def _branch(run: DryRun, paths: Paths, start: Node, summands: list[Node]) -> Node:
-    """Which of the summands is the branch; the start: neither is a shortcut."""
+    """Return the summand that is the branch; the start if neither is a shortcut."""
     for shortcut, branch in (summands, summands[::-1]):
         if shortcut == start:
             return branch
@@ -64,8 +65,8 @@ def _branch(run: DryRun, paths: Paths, start: Node, summands: list[Node]) -> Nod
 
 
 def _last_module(run: DryRun, paths: Paths, node: Node, start: Node) -> tuple[str, Node]:
-    """The first module that gave the node, or the last node before it that a module gave. One that
-    runs several times, or never does anything, only if there is no other."""
+    """Return the first module that gave the node, or the last node before it that a module gave. A
+    module that runs several times or does nothing is taken only if there is no other."""
     last = "", node
     while node != start:
         names = run.givers.get(node, [])
@@ -82,8 +83,8 @@ def _last_module(run: DryRun, paths: Paths, node: Node, start: Node) -> tuple[st
 
 
 def _ending(run: DryRun, paths: Paths, module: str, node: Node, total: Node) -> Branch:
-    """With the outermost module that gave the node before another handed it on, and the innermost
-    that gave the sum, or what came of it."""
+    """Return the branch with the outermost module that gave the node before another passed it on,
+    and the innermost that gave the sum, or what was computed from it."""
     is_input = run.starts.get(module) == node
     givers = run.givers[node]
     for name in givers[givers.index(module) + 1 :] if not is_input else ():
@@ -101,6 +102,6 @@ def _ending(run: DryRun, paths: Paths, module: str, node: Node, total: Node) -> 
 
 
 def _is_broadcast(run: DryRun, branch: Branch) -> bool:
-    """Whether what is added is one pixel for all, such as a global context."""
+    """Whether the added map is one pixel for all, such as a global context."""
     added, block = run.map_of(branch.module), run.map_of(branch.block)
     return added is not None and block is not None and added.shape[2:] == (1, 1) != block.shape[2:]

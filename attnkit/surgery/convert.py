@@ -1,4 +1,4 @@
-"""Modules of timm, torchvision and torch as adapters around the shared block, or a refusal."""
+"""Conversion of timm's, torchvision's and torch's attention to adapters of the shared block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _APART = (
     ("q", "kv"),
     ("q", "k", "v"),
 )
-"""What networks call projections that are several modules."""
+"""The names that networks give to projections in several modules."""
 Block = TypeVar("Block", MultiHeadAttention, HeadAttention)
 ScoreChange = str | Score | Callable[[int, int], nn.Module]
 
@@ -45,18 +45,18 @@ class Changes:
 
 
 def convert(module: nn.Module, changes: Changes) -> adapters.Adapter:
-    """The adapter that may stand in the module's place; it has the module's own parameters.
+    """Return an adapter that can replace the module, with the module's own parameters.
 
     Raises:
-        ValueError: the module is of no class known here, or has what the block has not.
+        ValueError: the class is unknown here, or the module has what the block does not have.
     """
     if not is_known(module):
         name = _class_of(module).replace(":", ".")
         raise ValueError(f"{name} is not a class that is known here{towers.instead(module)}")
     refuse(module, {"hooks": any(map(has_hooks, module.modules()))})
-    with torch.enable_grad():  # by which parts of parameters know whether they are frozen
+    with torch.enable_grad():  # so that joined parameters know whether they are frozen
         adapter = _CONVERTERS.get(_class_of(module), _kept)(module, changes)
-    theirs = set(module.modules())  # which keep their modes
+    theirs = set(module.modules())  # these keep their modes
     for part in adapter.modules():
         if part not in theirs:
             part.training = module.training
@@ -81,8 +81,9 @@ def _block(
     score: nn.Module | None = None,
     norms_output: bool = True,
 ) -> MultiHeadAttention:
-    """The block with the parameters of a module with a `proj` and a fused `qkv`, or the weight of
-    one. A `norm` of the module is of its output, unless `norms_output` says that it is not."""
+    """Return the block with the parameters of a module with a `proj` and a fused `qkv`, or with the
+    `weight` of one. A `norm` of the module is refused unless `norms_output` is False: it then does
+    not normalize the output."""
     proj, heads = module.proj, module.num_heads
     num_kv_heads = getattr(module, "num_kv_heads", heads)
     weight = module.qkv.weight if weight is None else weight
@@ -121,8 +122,8 @@ def _block(
 
 
 def changed(block: Block, changes: Changes, like: Tensor | None = None) -> Block:
-    """The block with another score, normalizer and backend, where they are to change; like: a
-    parameter, of whose kind those of the block are; None: its own."""
+    """Change the block's score, normalizer and backend, where requested, and return it; `like` is a
+    parameter whose dtype and device the new ones get; None: the block's own."""
     if like is None:
         like = next(block.parameters())
     score: Any = changes.score
@@ -150,20 +151,20 @@ def _joined(*parts: Tensor) -> nn.Parameter:
 
 
 def _zeros(size: int, like: Tensor) -> Tensor:
-    """So many zeros, frozen or not as what they are like."""
+    """Return zeros, frozen or not as `like` is."""
     return like.new_zeros(size, requires_grad=like.requires_grad)
 
 
 def _whole_bias(module: Any) -> nn.Parameter | None:
-    """The bias of a qkv projection whose keys have none: 0, which changes no weight of a dot
-    product, ever."""
+    """Return the bias of a qkv projection whose keys have none, with 0 for them: a bias of keys
+    never changes the weights of a dot product."""
     if module.q_bias is None:
         return None
     return _joined(module.q_bias, _zeros(len(module.q_bias), module.q_bias), module.v_bias)
 
 
 def _apart(module: Any) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weight and bias of projections that are several modules, as those of one."""
+    """Return weight and bias of projections in several modules, joined as those of one."""
     names = next(names for names in _APART if all(hasattr(module, name) for name in names))
     parts = [getattr(module, name) for name in names]
     refuse(module, {"queries without a projection": isinstance(parts[0], nn.Identity)})
@@ -226,9 +227,9 @@ def _from_first(module: Any, changes: Changes) -> adapters.Adapter:
 
 
 def _kept(module: Any, changes: Changes) -> adapters.Adapter:
-    """Of a class whose forward stays and calls ours."""
+    """Convert a module whose class keeps its forward, which then calls attnkit's attention."""
     forward = FORWARDS[_class_of(module)]
-    num_heads = 1  # of a class that has one, or whose heads attend one after the other
+    num_heads = 1  # for one head, or heads that attend one after the other
     if not hasattr(module, "qkvs"):
         num_heads = _first(module, ("num_heads", "heads", "groups"), 1)
     head_dim = _first(module, ("head_dim", "dim_head", "key_dim"), None)
@@ -258,7 +259,7 @@ def _kept(module: Any, changes: Changes) -> adapters.Adapter:
 
 
 def _first(module: nn.Module, names: Iterable[str], default: Any) -> Any:
-    """The first of these attributes that there is."""
+    """Return the first of these attributes that exists."""
     return next((getattr(module, name) for name in names if hasattr(module, name)), default)
 
 
@@ -307,7 +308,7 @@ def _from_swin_v2(module: Any, changes: Changes) -> adapters.Adapter:
 
 
 def _square(module: Any) -> Tensor:
-    """torchvision's index, of a line, as [tokens, tokens]."""
+    """Return torchvision's flat index as [tokens, tokens]."""
     tokens = module.window_size[0] * module.window_size[1]
     return module.relative_position_index.view(tokens, tokens)
 
@@ -323,7 +324,7 @@ def _from_torchvision_swin_v2(module: Any, changes: Changes) -> adapters.Adapter
     bias = module.qkv.bias
     if bias is not None:
         query, key, value = bias.chunk(3)
-        bias = _joined(query, _zeros(len(key), key), value)  # as each forward of theirs does
+        bias = _joined(query, _zeros(len(key), key), value)  # as in each forward of torchvision's
     block = _block(
         module,
         changes,

@@ -22,7 +22,7 @@ See = Callable[[str, "Node | None", object], None]
 
 
 class Map(NamedTuple):
-    """What is known of a map: its shape as [batch, channels, height, width], and whether the
+    """The shape of a map as [batch, channels, height, width], its dtype and device, and whether the
     network keeps it as [batch, height, width, channels]."""
 
     shape: torch.Size
@@ -31,24 +31,24 @@ class Map(NamedTuple):
     channels_last: bool = False
 
     def zeros(self) -> Tensor:
-        """One map of this kind, [1, channels, height, width]."""
+        """Return one map of zeros of this kind, [1, channels, height, width]."""
         return torch.zeros(1, *self.shape[1:], dtype=self.dtype, device=self.device)
 
 
 class DryRun:
-    """A run of a network in evaluation, which leaves the network as it was.
+    """A run of a network in evaluation mode, which leaves the network unchanged.
 
-    images: the batch that it ran on.
-    named: its modules by name, without attention that was inserted before.
+    images: the batch of the run.
+    named: the network's modules by name, without attention that was inserted before.
     calls: how often each module ran, in the order in which they finished for the first time.
     starts, ends: the first input and the output of each module's last call, as nodes of `paths`.
-    givers: of each node the modules that gave it, in the order in which they did.
-    paths: from the images to the output, the one that most depends on; None: not traced.
+    givers: for each node, the modules that returned it, in order.
+    paths: from the images to the output with the longest main path; None: not traced.
 
     Args:
         example: a batch; None: one image of zeros, of the first size and number of channels with
             which the network runs.
-        traced: whether to find the paths, in the memory of a training step.
+        traced: whether to find the paths, which takes the memory of a training step.
 
     Raises:
         ValueError: the network does not run on the example.
@@ -81,15 +81,15 @@ class DryRun:
         ) from error
 
     def shape_of(self, name: str) -> torch.Size | None:
-        """Of a module's output, if that is one tensor of real numbers."""
+        """Return the shape of a module's output, if that is one tensor of real numbers."""
         output = self._outputs.get(name)
         return None if output is None else output.shape
 
     def map_of(self, name: str) -> Map | None:
-        """The map that a module gave; None: it gave none, or did not run.
+        """Return the map that a module returned; None if it returned none, or did not run.
 
-        Height and width are the axes that have the proportions of the images. Where both readings
-        or none have them, those that grow with the images' height and width.
+        Height and width are the axes that have the proportions of the images. If both readings or
+        none have them, they are the axes that grow with the images' height and width.
 
         Raises:
             ValueError: height and width cannot be told from channels.
@@ -114,7 +114,7 @@ class DryRun:
         return output._replace(shape=shape, channels_last=True)
 
     def one_map(self, name: str) -> Map:
-        """The map of a module that must run once in a pass and give one."""
+        """Return the map of a module that must run once in a pass and return one."""
         found = self.map_of(name)
         if found is None:
             what = "gave no map" if name in self.calls else "did not run"
@@ -126,8 +126,8 @@ class DryRun:
             )
         return found
 
-    def those_that_call_all_children(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
-        """Of these modules those whose forward would call a child that was added to them."""
+    def calling_all_children(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return those of the modules whose forward would call a child that is added to them."""
         probes = {module: _Probe() for module in modules}
         for module, probe in probes.items():
             module.add_module(_PROBE, probe)
@@ -172,9 +172,9 @@ class DryRun:
         self.paths = max(found, key=lambda paths: len(paths.depth), default=None)
 
     def _watched(self, images: Tensor, see: See) -> Any:
-        """The network's output for these images, each call of a module told to `see`."""
+        """Return the network's output for the images; `see` gets each call of a module."""
         traced = torch.is_grad_enabled() and images.requires_grad
-        # autograd keeps no tensors that were made in inference mode
+        # autograd cannot keep tensors that were made in inference mode
         tensors = chain(self.model.named_parameters(), self.model.named_buffers())
         state = {name: t.clone() for name, t in tensors if traced and t.is_inference()}
         with ExitStack() as stack:
@@ -196,16 +196,16 @@ class DryRun:
             return functional_call(self.model, state, images) if state else self.model(images)
 
     def _readings(self, shape: torch.Size) -> tuple[bool, bool]:
-        """Whether [batch, channels, height, width] and [batch, height, width, channels] would have
-        the proportions of the images."""
+        """Whether [batch, channels, height, width] and [batch, height, width, channels] have the
+        proportions of the images."""
         if self.images.ndim != 4 or shape[1:].numel() == 1:
             return True, False
         sides = self.images.shape[2:]
         return _in_proportion(shape[2:], sides), _in_proportion(shape[1:3], sides)
 
     def _grows(self, name: str, shape: torch.Size) -> list[list[bool]] | None:
-        """Which axes grow with the height of the images and with their width; None: it is not
-        known."""
+        """Return which axes grow with the height of the images and with their width; None if
+        unknown."""
         shapes = [larger.get(name) for larger in self._larger]
         if any(found is None or len(found) != 4 for found in shapes):
             return None
@@ -213,8 +213,8 @@ class DryRun:
 
     @cached_property
     def _larger(self) -> list[dict[str, torch.Size]]:
-        """The shapes of the outputs from images twice as high and twice as wide, as far as the
-        network gets with those."""
+        """The shapes of outputs for images twice as high and twice as wide, as far as the network
+        runs on those."""
         runs = []
         for axis in (2, 3):
             shapes: dict[str, torch.Size] = {}
@@ -252,7 +252,7 @@ def _map(output: object) -> Map | None:
 
 
 def _tensors(value: object) -> list[Tensor]:
-    """Those in a tensor or in sequences and mappings of them."""
+    """Return the tensors in a tensor or in sequences and mappings of them."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -261,15 +261,15 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _in_proportion(map_sides: torch.Size, image_sides: torch.Size) -> bool:
-    """Whether a map may be of these images: less than a pixel is lost on the way to it."""
+    """Whether a map may belong to these images: less than a pixel is lost on the way to it."""
     (height, width), (image_height, image_width) = map_sides, image_sides
     return abs(height * image_width - width * image_height) < max(image_sides)
 
 
 def examples_for(model: nn.Module) -> Iterator[Tensor]:
-    """Zeros where and what the parameters are, of the size that a part of the network is made for,
-    else of what timm noted for the pretrained weights, else 224 × 224; with the channels of the
-    first convolution, else of the noted ones."""
+    """Yield zeros on the device and in the dtype of the parameters. Their size is that for which a
+    part of the network is made, else timm's for the pretrained weights, else 224 × 224; their
+    channels are those of the first convolution, else timm's."""
     config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     channels, *noted = dict(config).get("input_size") or (3, 224, 224)
     made_for = (

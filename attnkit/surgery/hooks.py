@@ -1,7 +1,7 @@
-"""What calls inserted attention: hooks that find it through the module that owns it.
+"""Hooks that call inserted attention, which they find through the module that owns it.
 
 They are plain objects with references to modules and no closures, so that copies and pickles of a
-network have hooks on their own modules, and whatever replaces the attention's attribute is called.
+network have hooks on their own modules, and a module that replaces the attention is called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class AttendOutput:
     channels_last: whether the output is [batch, height, width, channels].
     """
 
-    channels_last = False  # of networks pickled before there was a choice
+    channels_last = False  # default for networks pickled before this option
 
     def __init__(self, owner: nn.Module, name: str, *, channels_last: bool = False) -> None:
         self.owner = owner
@@ -34,7 +34,7 @@ class AttendOutput:
         if not self.channels_last:
             return attention(maps)
         output = attention(maps.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        # the network may go on with a view
+        # the network may take a view of the output
         return output.contiguous() if maps.is_contiguous() else output
 
 
@@ -46,10 +46,10 @@ class AttendInput(AttendOutput):
 
 
 class Guard:
-    """A forward pre-hook of a block: raises where a child that was hooked was replaced.
+    """A forward pre-hook of a block that raises if a hooked child was replaced.
 
-    `SyncBatchNorm.convert_sync_batchnorm` and fusions put new modules in the place of old ones and
-    leave their hooks behind, whereupon the attention would silently never be called.
+    `SyncBatchNorm.convert_sync_batchnorm` and fusions replace modules and leave their hooks behind,
+    so that the attention would silently never be called.
     """
 
     def __init__(self, child: str, name: str) -> None:
@@ -72,10 +72,10 @@ class Guard:
 
 
 class Unmergeable:
-    """Stands in the place of a module's method that would make one layer of it and its attention.
+    """Replaces a module's method that would merge the module and its attention into one layer.
 
-    timm's `reparameterize_model` calls `fuse`, `reparameterize` or `switch_to_deploy` wherever a
-    module has them, and what a module had for children and hooks is then gone.
+    timm's `reparameterize_model` calls `fuse`, `reparameterize` or `switch_to_deploy` if a module
+    has them, and the children and hooks of the module are then lost.
     """
 
     def __init__(self, what: str) -> None:
@@ -89,7 +89,7 @@ class Unmergeable:
 
 
 def merging_methods(module: nn.Module) -> list[str]:
-    """The methods by which timm's `reparameterize_model` makes one layer of a module."""
+    """Return the methods by which timm's `reparameterize_model` makes one layer of a module."""
     names = ("fuse", "reparameterize", "switch_to_deploy")
     return [name for name in names if hasattr(module, name)]
 
@@ -116,14 +116,14 @@ def attach(place: nn.Module, hook: AttendOutput) -> None:
 
 
 def hooks_of(module: nn.Module) -> Iterator[AttendOutput]:
-    """The hooks of ours on a module."""
+    """Yield attnkit's hooks on a module."""
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if isinstance(hook, AttendOutput):
             yield hook
 
 
 def detach_all(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Take every hook of ours off the modules of the model; the owners and names they called."""
+    """Remove attnkit's hooks from all modules; return the owners and names that they called."""
     found: dict[tuple[nn.Module, str], None] = {}
     for module in model.modules():
         for method in merging_methods(module):

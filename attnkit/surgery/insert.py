@@ -1,4 +1,4 @@
-"""Attention inserted into a network, and taken out again."""
+"""Insertion of attention into a network, and its removal."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from attnkit.surgery.places import Place, find_places
 class IdentityStart(nn.Module):
     """y = x + γ (attention(x) − x), γ a number that begins at 0 and is learned.
 
-    At first the output is x, exactly, so that a pretrained network is what it was and takes the
-    attention up as far as it helps (as ReZero, Bachlechner et al. 2021, which adds γ f(x); here γ =
+    At first the output is exactly x, so that a pretrained network is unchanged and uses the
+    attention as far as it helps (as ReZero, Bachlechner et al. 2021, which adds γ f(x); here γ =
     1 is the attention alone). γ has a gradient from the first step on, the attention from the
     second.
     """
@@ -36,21 +36,21 @@ class IdentityStart(nn.Module):
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         self.attention = attention
-        self.gamma = nn.Parameter(torch.empty(1))  # of one dimension: FSDP shards no numbers
+        self.gamma = nn.Parameter(torch.empty(1))  # one dimension: FSDP cannot shard scalars
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """γ = 0."""
+        """Set γ to 0."""
         nn.init.zeros_(self.gamma)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Maps [batch, channels, height, width] in and out."""
+        """Return maps [batch, channels, height, width] of the same shape."""
         return maps + self.gamma.to(maps.dtype) * (self.attention(maps) - maps)
 
 
 @dataclass(frozen=True)
 class InsertedAttention:
-    """One inserted module: its name in the network, where it acts, and what it costs an image."""
+    """One inserted module: its name in the network, where it acts, and its cost for an image."""
 
     name: str
     place: str
@@ -63,18 +63,18 @@ class InsertedAttention:
 
 @dataclass(frozen=True)
 class Insertion:
-    """What was inserted where; `str()` is a table."""
+    """The result of an insertion; `str()` is a table."""
 
     inserted: tuple[InsertedAttention, ...]
 
     @property
     def parameters(self) -> int:
-        """The parameters added."""
+        """The number of added parameters."""
         return sum(row.parameters for row in self.inserted)
 
     @property
     def multiply_adds(self) -> int:
-        """The multiply-adds added for one image of the dry run's size."""
+        """The number of multiply-adds added for one image of the dry run's size."""
         return sum(row.multiply_adds for row in self.inserted)
 
     def __iter__(self) -> Iterator[InsertedAttention]:
@@ -123,47 +123,47 @@ def insert_attention(
         print(report)
 
     The network's modules keep their names, so that its state dicts load as before (with
-    `strict=False`, for the attention's own entries are new). The attention becomes a child
-    `attention` of the block, or of the module after which it acts (`attention_2`, … where there is
-    one of that name), and is called by a hook; copies, pickles and torch.compile work. Insert
+    `strict=False`, since the attention's own entries are new). The attention becomes a child
+    `attention` of the block, or of the module after which it acts (`attention_2`, … if that name is
+    taken), and is called by a hook; copies, pickles and torch.compile work. Insert
     before the optimiser is made, before `torch.compile` and after `convert_sync_batchnorm`.
 
     | where      | attention acts                                                                |
     |------------|-------------------------------------------------------------------------------|
-    | `"blocks"` | wherever a branch is added to what it came from, on the last map of the       |
-    |            | branch, before a layer scale, stochastic depth and the addition               |
-    | `"stages"` | after the last block of each height × width, where nothing goes on beside it  |
+    | `"blocks"` | wherever a branch is added to its input, on the last map of the branch,       |
+    |            | before a layer scale, stochastic depth and the addition                       |
+    | `"stages"` | after the last block of each height × width, if no other path goes on there   |
     | a glob     | after each module of a matching name (`*` matches dots too) that gives a map  |
 
-    Branches and stages are found by running, in any network whose modules give maps
-    [batch, channels, height, width], or [batch, height, width, channels], which are turned for the
-    attention. A block is a module in which the path from input to output divides and joins again
-    (residual, inception, dense, …), or one of the same class or with another number in its name; in
-    a network without any, a module of several with weights, or the last layer of the size. In an
-    `nn.Sequential` without residual blocks, `"blocks"` are the children with a convolution inside
-    and what follows them up to the next that changes the map's shape, such as a norm and an
-    activation. Of a module that timm's `reparameterize_model` makes one layer of, as in MobileOne,
-    attention goes after the module and not on its branches, and remains where it is merged. What
-    would drop attention, as merging a branch that a glob named, raises.
+    Branches and stages are found by a dry run, in any network whose modules return maps
+    [batch, channels, height, width], or [batch, height, width, channels], which are transposed for
+    the attention. A block is a module in which the path from input to output divides and joins
+    again (residual, inception, dense, …), or one of the same class or with another number in its
+    name; in a network without any, a module that holds several with weights, or the last layer of
+    the size. In an `nn.Sequential` without residual blocks, `"blocks"` are the children with a
+    convolution inside and those that follow up to the next that changes the map's shape, such as a
+    norm and an activation. If timm's `reparameterize_model` makes one layer of a module, as in
+    MobileOne, attention goes after the module and not on its branches, and remains when it is
+    merged. A change that would drop attention, such as merging a branch that a glob named, raises.
 
-    The dry run is in evaluation; modes, buffers and random state are then as they were. `"blocks"`
-    and `"stages"` take the memory of a training step for it.
+    The dry run is in evaluation mode; modes, buffers and random state are then as they were. For
+    `"blocks"` and `"stages"` it takes the memory of a training step.
 
     Args:
         model: the network.
         attention: a name, a class, or any function from the number of channels to a module that
-            gives back maps of the shape it takes; called once for each place.
+            returns maps of its input's shape; called once for each place.
         where: "blocks", "stages" or a glob over the names of `model.named_modules()`.
         start_as_identity: whether each module begins as x + γ (attention(x) − x) with γ = 0, a
-            learned number: the network's output is exactly what it was, to be fine-tuned. Attention
-            that begins as the identity by itself, as `SpatialAttention` does, is left as it is.
+            learned number: the network's output is exactly what it was before fine-tuning.
+            Attention that begins as the identity by itself, as `SpatialAttention`, stays as it is.
         example: a batch for the dry run; None: one image of zeros, of the size that the model or
             its `pretrained_cfg` names, else 224 × 224, with the channels of its first convolution,
             else those of its `pretrained_cfg`, else 3.
         options: keyword arguments of the attention.
 
     Returns:
-        A row for each module inserted, in the order they run in, with its parameters and the
+        A row for each inserted module, in the order in which they run, with its parameters and the
         multiply-adds it adds to an image (see `count_multiply_adds`), and the totals.
 
     Raises:
@@ -209,7 +209,7 @@ def remove_attention(model: nn.Module) -> list[str]:
         The names of the modules that were removed.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the network has no inserted attention.
     """
     names = {module: name for name, module in model.named_modules()}
     removed = []
@@ -227,7 +227,7 @@ def _make(
     options: dict[str, Any],
     start_as_identity: bool,
 ) -> tuple[nn.Module, int]:
-    """The module of a place, where and what its map is, and the multiply-adds of an image."""
+    """Return the attention of a place, on the device of its map, and its multiply-adds."""
     module = make_feature_attention(attention, place.map.shape[1], **options)
     if start_as_identity and not _is_identity(module, place):
         module = IdentityStart(module)
@@ -249,7 +249,7 @@ def _make(
 
 
 def _is_identity(module: nn.Module, place: Place) -> bool:
-    """Whether a module begins as the identity by itself: a γ of its own, zero too, in front of ours
+    """Whether a module begins as the identity by itself: with a zero γ of its own, another zero γ
     would leave both without a gradient."""
     _, channels, height, width = place.map.shape
     maps = torch.randn(1, channels, height, width, generator=torch.Generator().manual_seed(0))

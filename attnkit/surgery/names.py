@@ -1,4 +1,4 @@
-"""Attention of feature maps by name."""
+"""Attention over feature maps by name."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ FEATURE_ATTENTION: dict[str, Callable[..., nn.Module]] = {
 def make_feature_attention(
     attention: str | Callable[..., nn.Module], channels: int, **options: Any
 ) -> nn.Module:
-    """Attention of maps [batch, channels, height, width], which gives back maps of that shape.
+    """Create attention over maps [batch, channels, height, width] that returns the same shape.
 
     Args:
         attention: a name of `FEATURE_ATTENTION`, a class, or any function from `channels` and
             options to a module.
-        channels: of the maps.
-        options: keyword arguments of the class; with a name, they replace those it stands for.
+        channels: channels of the maps.
+        options: keyword arguments of the class; with a name, they override those it stands for.
 
     Raises:
-        ValueError: an unknown name; the names there are, and the nearest.
-        TypeError: an option that the class does not have, or anything else than the above.
+        ValueError: an unknown name; the error lists the names and the nearest.
+        TypeError: an option that the class does not have, or an `attention` of another type.
     """
     if isinstance(attention, str):
         attention = _named(attention)

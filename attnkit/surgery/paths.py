@@ -9,26 +9,26 @@ from typing import Any
 from torch import Tensor
 
 Node = tuple[Any, int]
-"""A tensor that was computed: the function of autograd's graph that made it, and which of the
-function's outputs it is."""
+"""A computed tensor: the function of autograd's graph that made it, and the index of the function's
+output."""
 
 
 def node_of(tensor: Tensor) -> Node | None:
-    """None of a tensor that was not computed from one with a gradient."""
+    """Return the node of a tensor; None if it was not computed from one with a gradient."""
     return None if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
 
 
 class Paths:
     """All paths from one node to another.
 
-    A node a *dominates* a node b if every path from the source to b leads through a. Those that
-    dominate the sink are the *main path*: what follows them depends on nothing before them but
-    through them.
+    A node a *dominates* a node b if every path from the source to b leads through a. The nodes that
+    dominate the sink are the *main path*: what follows them depends on earlier nodes only through
+    them.
 
-    before: of each node but the source, the nodes it was computed from.
-    dominator: of each node but the source, the nearest other node that dominates it (Cooper, Harvey
-        and Kennedy 2001, A simple, fast dominance algorithm).
-    depth: of each node, how many others dominate it.
+    before: for each node except the source, the nodes it was computed from.
+    dominator: for each node except the source, the nearest other node that dominates it (Cooper,
+        Harvey and Kennedy 2001, A simple, fast dominance algorithm).
+    depth: for each node, the number of other nodes that dominate it.
     main: the main path from the source to the sink; `depth` is the index in it. Empty if the sink
         does not depend on the source.
     """
@@ -46,7 +46,7 @@ class Paths:
         self.main = list(self.dominators(sink))[::-1] if sink in self.depth else []
 
     def dominators(self, node: Node) -> Iterator[Node]:
-        """The node, and those that dominate it, the nearest first."""
+        """Yield the node, and those that dominate it, the nearest first."""
         yield node
         while node in self.dominator:
             node = self.dominator[node]
@@ -69,7 +69,7 @@ def _inputs(node: Node) -> list[Node]:
 
 
 def _in_order(sink: Node) -> Iterator[Node]:
-    """Every node that the sink depends on, each after its inputs."""
+    """Yield every node that the sink depends on, each after its inputs."""
     seen, stack = {sink}, [(sink, iter(_inputs(sink)))]
     while stack:
         node, inputs = stack[-1]

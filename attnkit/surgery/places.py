@@ -1,4 +1,4 @@
-"""Where attention goes: the places of a network that a word or a glob means, and their maps."""
+"""The places in a network that a word or a glob selects for attention, and their maps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Place:
 
 
 def find_places(model: nn.Module, where: str, example: Tensor | None) -> list[Place]:
-    """The places in the order in which the network runs through them, with an example's maps.
+    """Return the places in the order in which the network runs them, with an example's maps.
 
     Raises:
         ValueError: there are none, or attention there would run several times.
@@ -59,7 +59,7 @@ def find_places(model: nn.Module, where: str, example: Tensor | None) -> list[Pl
         if not places:
             raise ValueError(
                 f"model: {type(model).__name__} has no stage: none of its blocks gives a map "
-                "[batch, channels, height, width] that is all that goes on; name other places by a "
+                "[batch, channels, height, width] that all later maps depend on; name places by a "
                 "glob, such as where='features.*'"
             )
     else:
@@ -68,9 +68,9 @@ def find_places(model: nn.Module, where: str, example: Tensor | None) -> list[Pl
 
 
 def _merged_around(branch: str, run: DryRun) -> str | None:
-    """The outermost module around a branch of which timm's `reparameterize_model` makes one layer.
+    """Return the outermost module around a branch that timm's `reparameterize_model` would merge.
 
-    Attention on the branch would go with it, so it goes after that module.
+    Attention on the branch would be lost with it, so it goes after that module.
     """
     parts = branch.split(".")
     for depth in range(1, len(parts)):
@@ -81,7 +81,7 @@ def _merged_around(branch: str, run: DryRun) -> str | None:
 
 
 def _in_block(branch: Branch, run: DryRun) -> Place:
-    """At the end of a branch; the block owns the attention."""
+    """Return the place at the end of a branch; the block owns the attention."""
     block, module = run.named[branch.block], run.named[branch.module]
     return Place(
         branch.module, module, branch.block, block, run.one_map(branch.module), branch.is_input
@@ -89,18 +89,18 @@ def _in_block(branch: Branch, run: DryRun) -> Place:
 
 
 def _after(name: str, run: DryRun) -> Place:
-    """At the output of a module, which owns the attention."""
+    """Return the place at the output of a module, which owns the attention."""
     module = run.named[name]
     return Place(name, module, name, module, run.one_map(name))
 
 
 def _owned(places: list[Place], run: DryRun) -> list[Place]:
-    """With the last child as the owner where a module calls all its children in turn, for it would
+    """Make the last child the owner where a module calls all its children in turn, since it would
     call the attention too."""
     while True:
         owners = {place.owner for place in places}
         containers = [owner for owner in owners if isinstance(owner, _CONTAINERS)]
-        calling: list[nn.Module] = [*containers] or run.those_that_call_all_children(owners)
+        calling: list[nn.Module] = [*containers] or run.calling_all_children(owners)
         if not calling:
             return places
         places = [_lowered(place) if place.owner in calling else place for place in places]
@@ -119,7 +119,7 @@ def _lowered(place: Place) -> Place:
 
 
 def _matches(glob: str, run: DryRun) -> list[str]:
-    """Of the modules with a matching name those that give maps, in the order they finish in."""
+    """Return the modules with a matching name that return maps, in the order of finishing."""
     names = [name for name in run.named if name and fnmatchcase(name, glob)]
     if not names:
         gave = [name for name in run.calls if name and len(run.shape_of(name) or ()) == 4]
@@ -138,8 +138,8 @@ def _matches(glob: str, run: DryRun) -> list[str]:
 
 
 def _plain_blocks(model: nn.Sequential, run: DryRun) -> list[str]:
-    """Each child with a convolution inside, through what follows it and leaves the map's shape,
-    such as a norm and an activation; the last module of each."""
+    """Return the last module of each plain block: a child with a convolution inside, and those that
+    follow it and keep the map's shape, such as a norm and an activation."""
     children = list(model.named_children())
     starts = [
         index

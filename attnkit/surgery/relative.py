@@ -1,4 +1,4 @@
-"""What networks add to scores by position, and Swin V2's score, around their own parameters."""
+"""Biases by position that networks add to scores, and Swin V2's score, with their parameters."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from attnkit.core.scores.kinds import Cosine
 class WindowBias(nn.Module):
     """A bias of the positions in a window, whose size may change.
 
-    theirs: the attention of timm that the bias was of, which makes the tables of another window;
-        None: of a network whose windows keep their size.
+    theirs: timm's attention to which the bias belongs, which makes the tables of another window;
+        None: the windows keep their size.
     """
 
     tables: ClassVar[dict[str, str]]
-    """What theirs calls our parameters and buffers that depend on the window."""
+    """timm's names of the parameters and buffers here that depend on the window."""
     index: Tensor
 
     def __init__(self, index: Tensor, theirs: nn.Module | None) -> None:
         super().__init__()
         self.register_buffer("index", index, persistent=False)
-        # in a list, and so no child of this module
+        # in a list, so that it is no child of this module
         self.theirs = [] if theirs is None else [_shell(theirs)]
 
     def set_window_size(self, window_size: Any) -> None:
-        """For timm's `set_input_size`: the tables of another window, as theirs makes them."""
+        """Make the tables of another window as timm does; timm's `set_input_size` calls it."""
         (theirs,) = self.theirs
         for ours, name in self.tables.items():
             setattr(theirs, name, getattr(self, ours))
@@ -39,7 +39,7 @@ class WindowBias(nn.Module):
 
 
 def _shell(module: nn.Module) -> Any:
-    """A copy of a module without its parameters and children."""
+    """Return a copy of a module without its parameters and children."""
     shell = copy.copy(module)
     parameters = dict.fromkeys(module._parameters)
     vars(shell).update(_parameters=parameters, _buffers=dict(module._buffers), _modules={})
@@ -56,7 +56,7 @@ class TableBias(WindowBias):
         self.table = table
 
     def forward(self) -> Tensor:
-        """[1, heads, tokens, tokens]."""
+        """Return the bias [1, heads, tokens, tokens]."""
         return self.table[self.index].permute(2, 0, 1)[None]
 
 
@@ -79,7 +79,7 @@ class CoordinateBias(WindowBias):
         self.register_buffer("coordinates", coordinates, persistent=False)
 
     def forward(self) -> Tensor:
-        """[1, heads, tokens, tokens]."""
+        """Return the bias [1, heads, tokens, tokens]."""
         table = self.mlp(self.coordinates).flatten(0, -2)
         return 16 * table[self.index].permute(2, 0, 1)[None].sigmoid()
 
@@ -92,7 +92,7 @@ class GivenBias(nn.Module):
         self.module = module
 
     def forward(self) -> Tensor:
-        """[1, heads, tokens, tokens]."""
+        """Return the bias [1, heads, tokens, tokens]."""
         return self.module.get_bias()  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""The attention of a network replaced by the shared block, with the same weights."""
+"""Replacement of a network's attention by the shared block, with the same weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnkit.surgery.convert import Changes, ScoreChange, changed, convert, is_k
 
 @dataclass(frozen=True)
 class ReplacedAttention:
-    """One module that was replaced: its name, its class, and the sizes of its attention."""
+    """One replaced module: its name, its class, and the sizes of its attention."""
 
     name: str
     replaced: str
@@ -33,7 +33,7 @@ class ReplacedAttention:
 
 @dataclass(frozen=True)
 class Replacement:
-    """What was replaced, and what was left as it was and why; `str()` is a table."""
+    """What was replaced, and what was left unchanged and why; `str()` is a table."""
 
     replaced: tuple[ReplacedAttention, ...]
     left: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ def replace_attention(
     """Replace the attention in another library's network by attnkit's block, in place.
 
         vit = timm.create_model("vit_base_patch16_224", pretrained=True)
-        attnkit.replace_attention(vit)                             # outputs as they were
+        attnkit.replace_attention(vit)                             # the same outputs
         with attnkit.capture_attention(vit, layers=-1, rows=0) as weights:
             vit(images)
 
@@ -76,45 +76,45 @@ def replace_attention(
         attnkit.replace_attention(swin, score="cosine")            # to be fine-tuned
         attnkit.replace_attention(vit, "blocks.[0-5].*", mask=near)
 
-    Each attention module becomes an adapter of the same call signature with a `MultiHeadAttention`
-    named `attention` inside, which has the very parameters of the module it replaces (an optimiser
-    that was made before keeps its place), its norms, gate, dropout and relative bias. Where the
-    projections are not those of the block, as convolutions or pooled maps, the adapter keeps the
-    module itself, `theirs`, and its `attention` is `attnkit.attend` of heads. Without
-    changes outputs and gradients are equal to rounding; weights are captured, kernels recorded,
-    compiled and chosen as in any network of attnkit. State-dict keys change: load a pretrained
-    network's weights first.
+    Each attention module becomes an adapter with the same call signature and a `MultiHeadAttention`
+    named `attention` inside, which has the very parameters of the replaced module (an optimiser
+    that was made before stays valid), its norms, gate, dropout and relative bias. If the
+    projections are not those of the block, such as convolutions or pooled maps, the adapter keeps
+    the module itself, `theirs`, and its `attention` is `attnkit.attend` for heads. Without changes,
+    outputs and gradients are equal to rounding; weights are captured, kernels recorded, compiled
+    and chosen as in any network of attnkit. State-dict keys change: load a pretrained network's
+    weights first.
 
-    Served is nearly all of timm's attention with a softmax of queries and keys; the table in
-    docs/zoo.md has its networks, `attnkit.surgery.timm.forwards` the classes that are kept. Also
+    Nearly all of timm's attention with a softmax of queries and keys is supported; docs/zoo.md
+    lists its networks, `attnkit.surgery.timm.forwards` the classes that are kept. So are
     torchvision's `ShiftedWindowAttention`, both versions; torch's `nn.MultiheadAttention`
-    (torchvision's VisionTransformer); of transformers `Swinv2Attention` and
-    `Data2VecVisionAttention`, as its other towers ask the interface of
-    `attnkit.interop.register_transformers`. Where theirs has no bias of keys ours has one that
-    begins at 0, which changes nothing under a dot product; where their projections or biases are
-    apart ours is one parameter, a copy. Where heads are mixed after softmax (CaiT, EfficientFormer
-    V2, ConViT), the weights seen are those before they are mixed, and neither mask nor score may
-    change. Attention over channels (XCiT, EdgeNeXt, DaViT) takes no mask, and no score with weights
-    for head_dim, such as "general" and "additive". The state of the random generator stays.
+    (torchvision's VisionTransformer); and transformers' `Swinv2Attention` and
+    `Data2VecVisionAttention`, while its other towers use the interface of
+    `attnkit.interop.register_transformers`. If the network has no bias of keys, the block has one
+    that begins at 0, which changes nothing under a dot product; separate projections or biases
+    become one parameter, a copy. If heads are mixed after softmax (CaiT, EfficientFormer V2,
+    ConViT), captured weights are those before mixing, and neither mask nor score may change.
+    Attention over channels (XCiT, EdgeNeXt, DaViT) takes no mask, and no score with weights for
+    head_dim, such as "general" and "additive". The state of the random generator stays.
 
     Args:
         model: the network.
         where: a glob over the names of its attention modules (`*` matches dots too).
         mask: where to look in addition to the network's own masks, True = may look; in Swin, from
             token to token of a window.
-        score: another score than the network's: a name, a `Score` or a class such as
+        score: a score that replaces the network's: a name, a `Score` or a class such as
             `attnkit.learned_scores.CosineScore`, of which each layer gets one.
-        normalizer: another normalizer than softmax: a name or a `Normalizer`.
+        normalizer: a normalizer that replaces softmax: a name or a `Normalizer`.
         backend: the kernel, as in `attnkit.attend`.
-        partial: whether attention that cannot be replaced may stay as it is, beside some that can.
+        partial: whether attention that cannot be replaced may stay, if other attention can be.
 
     Returns:
-        A row for each module replaced; with `partial`, `left` says what was not, and why.
+        A row for each replaced module; with `partial`, `left` lists the others, and why.
 
     Raises:
-        ValueError: a module named by `where` that looks like attention and cannot be replaced, with
+        ValueError: a module selected by `where` looks like attention and cannot be replaced, with
             the reason of each (such as a copy that would be frozen in part), unless `partial` lets
-            it stay, or there is none to replace. The network is then unchanged.
+            it stay; or there is none to replace. The network is then unchanged.
         TypeError: a mask or score of another kind.
     """
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
@@ -122,7 +122,7 @@ def replace_attention(
     changes = Changes(None if mask is None else as_mask(mask), score, normalizer, backend)
     named_backend(backend)
     with torch.random.fork_rng(devices=[]):
-        changed(MultiHeadAttention(2, 1), changes)  # names a wrong score or normalizer
+        changed(MultiHeadAttention(2, 1), changes)  # raises for a wrong score or normalizer
     named = dict(_attention_modules(model))
     chosen = {name: module for name, module in named.items() if fnmatchcase(name, where)}
     if not chosen:
@@ -133,7 +133,7 @@ def replace_attention(
         )
     adapters: dict[int, Adapter] = {}
     reasons: dict[str, list[str]] = {}
-    with torch.random.fork_rng(devices=[]):  # weights that are drawn are replaced by theirs
+    with torch.random.fork_rng(devices=[]):  # initial weights are replaced by the network's
         for name, module in chosen.items():
             try:
                 adapters[id(module)] = convert(module, changes)
@@ -165,8 +165,9 @@ def replace_attention(
 
 
 def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is attention by the name of its class, or of one it derives from, and not attnkit's. A
-    block or pooling around attention, which may be named so too, is not."""
+    """Yield the modules that are attention by the name of their class, or of one it derives from,
+    except attnkit's. A block or pooling around attention, which may be named so too, is left out.
+    """
     ours: set[nn.Module] = set()
     named = {}
     for name, module in model.named_modules():
@@ -176,7 +177,7 @@ def _attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             named[name] = module
     known = tuple(f"{name}." for name, module in named.items() if is_known(module))
     for name, module in named.items():
-        if name.startswith(known):  # it is replaced with what is around it
+        if name.startswith(known):  # it is replaced with the module around it
             continue
         if is_known(module) or not any(other.startswith(f"{name}.") for other in named):
             yield name, module
@@ -196,18 +197,18 @@ def _why_there_is_none(model: nn.Module) -> str:
 
 
 def _unknown(model: nn.Module, named: Iterable[str]) -> str:
-    """What may attend and is not, or is not in, one of the named modules."""
+    """Return a text about modules that may attend and are not in one of the named modules."""
     known = tuple(f"{name}." for name in named)
     found: dict[str, dict[str, list[str]]] = {}
     for name, what in attending(model).items():
         if not f"{name}.".startswith(known):
             kind = type(model.get_submodule(name)).__name__
             found.setdefault(what, {}).setdefault(kind, []).append(name or "the model")
-    told = ""
+    text = ""
     for what, kinds in found.items():
         places = "; ".join(f"{kind} ({shortened(names)})" for kind, names in kinds.items())
-        told += f"; {what} in {places}, not known here"
-    return told
+        text += f"; {what} in {places}, not known here"
+    return text
 
 
 def _row(name: str, module: nn.Module, adapter: Adapter) -> ReplacedAttention:

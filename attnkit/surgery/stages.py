@@ -1,4 +1,4 @@
-"""The stages of a network, found by running: the last block of each height × width."""
+"""The stages of a network, found in a dry run: the last block of each height × width."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Size = tuple[int, int]
 
 
 def stages(run: DryRun) -> list[str]:
-    """The names of the modules that end the stages, in order.
+    """Return the names of the modules that end the stages, in order.
 
-    Each gives a map of the network's main path, so that what follows depends on nothing before it
-    but through this map. A block is a module in which the main path divides and joins again, with
-    weights in between (residual, inception, dense), or one of its class, or of its name but for
-    numbers; in a network whose path never divides, a module of several with weights. Where a
+    Each returns a map of the network's main path, so that what follows depends on earlier maps only
+    through this one. A block is a module in which the main path divides and joins again, with
+    weights in between (residual, inception, dense), or one of its class, or of its name except for
+    numbers; in a network whose path never divides, a module that holds several with weights. If a
     divided part of the path is not a module of its own, the stage ends with the first module after
-    it; where there are weights and no block in a path that never divides, with the last module of
-    the size.
+    it; if there are weights and no block in a path that never divides, with the last module of the
+    size.
     """
     paths = run.paths
     if paths is None:
@@ -50,14 +50,14 @@ def stages(run: DryRun) -> list[str]:
 
 
 def _sizes(run: DryRun, place: dict[str, int]) -> dict[str, Size]:
-    """Height and width of the maps of the main path, by the module that runs once and gives it."""
+    """Return height and width of the main path's maps, by the module that gives it, run once."""
     maps = {name: run.map_of(name) for name in place if name and run.calls[name] == 1}
     return {name: (m.shape[2], m.shape[3]) for name, m in maps.items() if m is not None}
 
 
 def _joins(run: DryRun, paths: Paths, index: dict[Node, int]) -> dict[int, set[Size]]:
-    """Where the main path joins again after it divided, by index; the sizes of the maps that are
-    joined. A gate, which goes from one mean to one factor a channel, does not divide it."""
+    """Return where the main path joins again after it divided, by index, and the sizes of the
+    joined maps. A gate, which goes from one mean to one factor a channel, does not divide it."""
     joins: dict[int, set[Size]] = {}
     for name, node in run.ends.items():
         shape = run.shape_of(name)
@@ -68,7 +68,7 @@ def _joins(run: DryRun, paths: Paths, index: dict[Node, int]) -> dict[int, set[S
             joins[nearest + 1] = set()
     for join, sizes in joins.items():
         nodes = list(paths.before[paths.main[join]])
-        for node in nodes:  # which grows: what no module gave is of the size of what it came from
+        for node in nodes:  # grows: a node of no module has the size of those before it
             if node not in run.givers:
                 nodes += [n for n in paths.before.get(node, ()) if n not in {*nodes, *index}]
             shapes = [run.shape_of(name) for name in run.givers.get(node, ())]
@@ -83,8 +83,8 @@ def _blocks(
     index: dict[Node, int],
     joins: dict[int, set[Size]],
 ) -> set[str]:
-    """Around each join the module with the shortest way through it, and those of its class or of
-    its name but for numbers, or any where nothing joins; none inside another."""
+    """Return around each join the module with the shortest way through it, and modules of its class
+    or of its name except for numbers; any module if nothing joins. None is inside another."""
     start = {name: index.get(run.starts.get(name), len(index)) for name in sizes}  # type: ignore[arg-type]
     blocks = set()
     for join in joins:
@@ -108,7 +108,7 @@ def _blocks(
 
 
 def _first_from(join: int, names: list[str], place: dict[str, int]) -> str:
-    """The first module at the join or after it, with what is around it and gives a map too."""
+    """Return the first module at the join or after it, or one around it that gives a map too."""
     first = next(name for name in names if place[name] >= join)
     around = [name for name in names if f"{first}.".startswith(f"{name}.")]
     return min(around, key=len)

@@ -1,7 +1,7 @@
-"""The shared block in vision towers of transformers that do not ask its attention interface.
+"""The shared block in vision towers of transformers that do not use its attention interface.
 
 Their queries, keys and values are linear layers of one module, and the output projection is one of
-another; both are in a third, in whose place an adapter stands.
+another; both are in a third, which an adapter replaces.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from attnkit.surgery.adapters import Adapter
 from attnkit.surgery.relative import ClampedCosine, CoordinateBias
 
 MakeBlock = Callable[[Any, Any], MultiHeadAttention]
-"""From a module with timm's names, and changes, to the block."""
+"""A function from a module with timm's names, and changes, to the block."""
 
 
 class Towers(Adapter):
-    """What both have in common: they give a tuple, with the weights where they are asked for."""
+    """The base class of both adapters: they return a tuple, with the weights if requested."""
 
     def answer(
         self, tokens: Tensor, bias: Tensor | None, output_attentions: bool | None
@@ -36,7 +36,7 @@ class Towers(Adapter):
 
 
 class Swinv2(Towers):
-    """In the place of `Swinv2Attention`, tokens [batch · windows, tokens, dim]."""
+    """Replaces `Swinv2Attention`, for tokens [batch · windows, tokens, dim]."""
 
     def forward(
         self,
@@ -44,7 +44,7 @@ class Swinv2(Towers):
         attention_mask: Tensor | None = None,
         output_attentions: bool | None = False,
     ) -> tuple[Tensor, ...]:
-        """attention_mask: [windows, tokens, tokens], 0 or −100."""
+        """Attend; attention_mask: [windows, tokens, tokens], 0 or −100."""
         if attention_mask is not None:
             repeats = hidden_states.shape[0] // attention_mask.shape[0]
             attention_mask = attention_mask[:, None].repeat(repeats, 1, 1, 1)
@@ -52,10 +52,10 @@ class Swinv2(Towers):
 
 
 class Data2Vec(Towers):
-    """In the place of `Data2VecVisionAttention`: the layer's own bias, of which size the image is,
+    """Replaces `Data2VecVisionAttention`: the layer's own bias, which depends on the image's size,
     and one that layers share are added.
 
-    relative: the module that gives the own bias; None: there is none.
+    relative: the module that computes the own bias; None: there is none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def from_data2vec(make_block: MakeBlock, module: Any, changes: Any) -> Adapter:
 
 
 def instead(module: nn.Module) -> str:
-    """What computes the attention of a module of transformers that asks the interface."""
+    """Return a hint about a module of transformers that uses the interface; empty for others."""
     home = type(module).__module__
     if home.startswith("transformers.") and hasattr(sys.modules[home], "ALL_ATTENTION_FUNCTIONS"):
         return '; after interop.register_transformers(), set_attn_implementation("attnkit") has it'
@@ -117,7 +117,7 @@ def instead(module: nn.Module) -> str:
 
 
 def _named_as_timms(theirs: Any, output: Any) -> nn.Module:
-    """The parts under the names that timm has for them, in a module whose class refusals name."""
+    """Return the parts under timm's names, in a module whose class refusals name."""
     named: Any = type(type(theirs).__name__, (nn.Module,), {})()
     named.q_proj, named.k_proj, named.v_proj = theirs.query, theirs.key, theirs.value
     named.proj, named.attn_drop = output.dense, theirs.dropout

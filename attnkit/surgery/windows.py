@@ -1,4 +1,4 @@
-"""The shared block in the place of the window attention of timm's and torchvision's Swin."""
+"""The shared block for the window attention of timm's and torchvision's Swin."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from attnkit.surgery.adapters import Adapter
 
 
 class Windows(Adapter):
-    """In the place of timm's `WindowAttention` of Swin, tokens [batch · windows, tokens, dim]."""
+    """Replaces timm's `WindowAttention` of Swin, for tokens [batch · windows, tokens, dim]."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """mask: [windows, tokens, tokens], 0 where a token may look and −100 where it may not.
+        """Attend; mask: [windows, tokens, tokens], 0 where a token may look and −100 elsewhere.
 
-        It is added, as theirs is: where Swin V2 has learned a low temperature, scores differ by so
-        much that −100 does not hide them.
+        It is added, as in timm: if Swin V2 has learned a low temperature, scores differ by so much
+        that −100 does not hide them.
         """
         if mask is not None:
             mask = mask[:, None].repeat(len(x) // len(mask), 1, 1, 1)
@@ -26,10 +26,10 @@ class Windows(Adapter):
 
 
 class MapWindows(Adapter):
-    """In the place of torchvision's `ShiftedWindowAttention`: maps [batch, height, width, dim].
+    """Replaces torchvision's `ShiftedWindowAttention`, for maps [batch, height, width, dim].
 
-    Padded to a multiple of the window, shifted in a circle, cut into windows; in a window tokens
-    that were not neighbours before the shift have a bias of −100, as in theirs.
+    Maps are padded to a multiple of the window, shifted in a circle and cut into windows; tokens of
+    a window that were not neighbours before the shift have a bias of −100, as in torchvision.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MapWindows(Adapter):
         rows, columns = -(-height // self.window[0]), -(-width // self.window[1])
         padded = rows * self.window[0], columns * self.window[1]
         x = F.pad(x, (0, 0, 0, padded[1] - width, 0, padded[0] - height))
-        # one window along a side has nothing to shift to
+        # with one window along a side there is nothing to shift
         shift = [
             step if count > 1 else 0
             for step, count in ((self.shift[0], rows), (self.shift[1], columns))
@@ -69,7 +69,7 @@ class MapWindows(Adapter):
         return x.roll(shift, (1, 2))[:, :height, :width].contiguous()
 
     def _cut(self, maps: Tensor) -> Tensor:
-        """[batch, height, width, dim] to [batch · windows, tokens, dim]."""
+        """Cut [batch, height, width, dim] into [batch · windows, tokens, dim]."""
         cut = maps.unflatten(2, (-1, self.window[1])).unflatten(1, (-1, self.window[0]))
         return cut.transpose(2, 3).flatten(0, 2).flatten(1, 2)
 
@@ -77,7 +77,7 @@ class MapWindows(Adapter):
 def _regions(
     size: tuple[int, int], window: tuple[int, int], shift: list[int], device: torch.device
 ) -> Tensor:
-    """Which of the parts that a circular shift brings together each place belongs to."""
+    """Return the number of the part that each position is of, for parts joined by the shift."""
     sides = []
     for length, cut, moved in zip(size, window, shift, strict=True):
         places = torch.arange(length, device=device)

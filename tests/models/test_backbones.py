@@ -175,7 +175,7 @@ WRONG = {
     "of transformers": ("transformers", {}, r"model of transformers \(ViTForImageClassification\)"),
     "another norm": (
         "net.pth", {"global_pool": "avg"},
-        r"fc_norm\.weight is only here; .*; model\.fc_norm=false makes the norm that the weights",
+        r"fc_norm\.weight is only here; .*; model\.fc_norm=false creates the norm that these",
     ),
     "another name": ("hf", {"name": "test_vit2"}, "holds test_vit, but name is test_vit2"),
     "another pooling": ("hf", {"global_pool": "avg"}, "was made with global_pool=token, here"),

@@ -1,8 +1,8 @@
-"""What a configuration may name: places, kinds and functions. Decided by name, without an import.
+"""The modules, base classes and functions that a configuration may name, decided without an import.
 
-A kind alone is not enough: among torch's modules are some that run code given as an argument
-(`torch_geometric.nn.Sequential`), and importing a module already runs it. So only these places may
-be walked through or be where a class is written.
+A base class alone is not enough: some of torch's modules run code given as an argument
+(`torch_geometric.nn.Sequential`), and importing a module already runs it. So only these modules may
+be walked through or define a class.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 
 from attnkit.core.nearest import nearest
 
-# Modules, with all below them; on the way to them one may only pass (`lightning.Trainer`).
+# Modules with their submodules; their parents may only be passed through (`lightning.Trainer`).
 HOMES = (
     "attnkit.core",
     "attnkit.interop",
@@ -86,7 +86,7 @@ FUNCTIONS = (
     "torchvision.models.get_model",
 )
 
-# Of an allowed kind, but they or their subclasses make code of their arguments (or of the names in
+# Classes of an allowed kind that, or whose subclasses, make code of their arguments (or of names in
 # the modules they are given, which torch.fx writes into a source text).
 CODE_RUNNING = (
     "timm.models._features_fx.FeatureGraphNet",
@@ -126,17 +126,17 @@ def is_home(module: str) -> bool:
 
 
 def is_unknown(package: str) -> bool:
-    """Whether it is for the user to allow a package: not decided here, and not Python's own."""
+    """Whether only the user can allow a package: it is neither listed here nor Python's own."""
     return package not in PACKAGES and package not in sys.stdlib_module_names
 
 
 def own(packages: Iterable[str]) -> tuple[str, ...]:
-    """Of these packages, those that permission can be given for."""
+    """Return those of the packages that the user can allow."""
     return tuple(filter(is_unknown, packages))
 
 
 def objection(target: Any, trusted: Sequence[str] = ()) -> str | None:
-    """Why a `_target_` may not be built, as far as its name tells; None if it doesn't."""
+    """Return why a `_target_` may not be built, as far as its name shows; None if it may."""
     package, *inner = target.split(".") if isinstance(target, str) else [""]
     if (
         not inner
@@ -177,10 +177,10 @@ def runs_code(cls: type) -> bool:
 
 
 def refused_argument(function: str, arguments: dict[str, Any]) -> str | None:
-    """Why these arguments of a class or function may not come from a configuration."""
+    """Return why these arguments may not come from a configuration; None if they may."""
     for name, value in arguments.items():
         if name in REFUSED_ARGUMENTS and value is not None:
-            return f"{name} leads to a file or program: not from a configuration; do it in Python"
+            return f"{name} leads to a file or program: a configuration may not set it; use Python"
         registered = isinstance(value, str) and _REGISTERED.fullmatch(value)
         if (function, name) == ("create_model", "model_name") and not registered:
             return f"model_name: expected a name of timm's registry, got {value!r:.100}"

@@ -1,8 +1,8 @@
 """Objects from configuration: Hydra's `_target_` nodes with an allow-list, and without Hydra.
 
 Hydra's own `instantiate` calls whatever a file names (`torch.load`, `builtins.open`, …). Here the
-name is checked before anything is imported, what it leads to before that is called, and what it is
-called with. The tables are in allowlist.py.
+name is checked before anything is imported, then the object that it names, then the arguments. The
+tables are in allowlist.py.
 """
 
 import functools
@@ -45,20 +45,20 @@ def build(node: Any, *, allow: Sequence[str] = (), at: str = "", **kwargs: Any) 
     a `functools.partial` of it and with `_args_` positional arguments, as in Hydra. Mappings and
     lists are walked; plain values and objects are returned as they are.
 
-    Allowed are subclasses of `KINDS` that are written in `HOMES`, and the `FUNCTIONS` (see
-    allowlist.py), and anything that is written in a package of `allow` (or of `allowing`), which
+    Allowed are subclasses of `KINDS` that are defined in `HOMES`, the `FUNCTIONS` (see
+    allowlist.py), and anything that is defined in a package of `allow` (or of `allowing`), which
     only the user may name. A string is never looked up as a function.
 
     Args:
         node: plain values, mappings and lists, as read from YAML.
         allow: further top-level packages, the user's own.
         at: the key path of `node`, for messages.
-        kwargs: arguments of the outermost target, over those of the node.
+        kwargs: arguments of the outermost target, which override those of the node.
 
     Raises:
-        UserError: with the key path and the target, for a refused or missing target and for an
-            error of its constructor (chained). Of the user's own classes, only TypeError,
-            ValueError and RuntimeError are taken to be about the arguments.
+        UserError: a refused or missing target, or an error of its constructor (chained); the
+            message has the key path and the target. Of errors of the user's own classes, only
+            TypeError, ValueError and RuntimeError are taken to be about the arguments.
     """
     trusted = (*allow, *_allowed.get())
     if kwargs:
@@ -105,12 +105,12 @@ def _call(arguments: dict[str, Any], trusted: tuple[str, ...], at: str) -> Any:
         if not foreign and not isinstance(error, (TypeError, ValueError, RuntimeError)):
             raise
         named = not isinstance(error, (TypeError, ValueError))
-        said = first_line(error, named=named)
-        raise UserError(f"{at or 'config'}: {target}: {said}") from error
+        message = first_line(error, named=named)
+        raise UserError(f"{at or 'config'}: {target}: {message}") from error
 
 
 def find(target: Any, trusted: Sequence[str] = (), where: str = "_target_") -> Any:
-    """The class or function a `_target_` names, if it may be called; else a `UserError`."""
+    """Return the class or function that a `_target_` names; raise `UserError` if it is refused."""
     trusted = allowlist.own(trusted)
     if problem := allowlist.objection(target, trusted):
         raise UserError(f"{where}: {problem}")
@@ -173,7 +173,7 @@ def _imported(name: str, at: str, where: str, parent: ModuleType | None) -> Modu
 
 
 def _kinds() -> tuple[type, ...]:
-    """The kinds, without those of ours whose file is not imported: nothing is one of them yet."""
+    """Return the kinds, except those of attnkit whose file is not imported and has no subclass."""
     return tuple(
         resolve_name(kind)
         for kind in KINDS
@@ -182,7 +182,7 @@ def _kinds() -> tuple[type, ...]:
 
 
 def _is_listed(found: Any) -> bool:
-    # By what the name leads to, not by the name: a function may have several public ones.
+    # Objects are compared, not names: a function may have several public names.
     if not isinstance(found, (FunctionType, MethodType)):
         return False
     package = found.__module__.partition(".")[0]
@@ -196,7 +196,7 @@ def _refused_argument(
 ) -> str | None:
     try:
         bound = inspect.signature(called).bind_partial(*positional, **arguments)
-    except (TypeError, ValueError):  # the call itself will say so
+    except (TypeError, ValueError):  # the call itself raises it
         given = dict(arguments)
     else:
         given = {**bound.arguments, **bound.kwargs}

@@ -20,17 +20,17 @@ class CachedFeatures(Callback):
 
     A `TaskModule` fine-tuned by `attnkit.finetune.head_only` adds it. The network must be called
     with one tensor, and its output must be that of its head. Samples are recognized by their
-    content (`KeptRows`), so any data in any order will do; features are kept on the device.
+    content (`KeptRows`), so that their order does not matter; features are kept on the device.
 
-    One line says whether features are kept. They are not where samples change from epoch to epoch:
-    with mixup, cutmix, an augmentation of the data, or, as is seen in the second epoch, any other;
-    nor under torch.compile. Training then goes on as it would without this callback.
+    A log line says whether features are kept. They are not kept if samples change between epochs:
+    with mixup, cutmix, an augmentation of the data or, as the second epoch shows, any other change;
+    nor under torch.compile. Training then continues as without this callback.
     """
 
     def __init__(self) -> None:
         self._network: nn.Module | None = None
         self._features = KeptRows()
-        self._said = False
+        self._is_reported = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = finetuned(pl_module)
@@ -54,8 +54,8 @@ class CachedFeatures(Callback):
             return
         if not self._features.num_kept:
             self._stop("the network is not called with one tensor of samples")
-        elif not self._said:
-            self._say("features are computed once for each sample, and kept")
+        elif not self._is_reported:
+            self._report("features are computed once for each sample, and kept")
         if (
             self._network
             and trainer.is_last_batch
@@ -69,12 +69,12 @@ class CachedFeatures(Callback):
     def on_exception(self, *args: Any) -> None:
         self._restore()
 
-    def _say(self, what: str) -> None:
-        self._said = True
+    def _report(self, what: str) -> None:
+        self._is_reported = True
         rank_zero_only(_log.info)(f"finetune=head: {what}")
 
     def _stop(self, reason: str) -> None:
-        self._say(f"features are computed again in every epoch: {reason}")
+        self._report(f"features are computed again in every epoch: {reason}")
         self._restore()
 
     def _restore(self) -> None:
@@ -92,7 +92,7 @@ class CachedFeatures(Callback):
         return self._head(features)
 
     def _computed(self, samples: Tensor) -> Tensor | None:
-        """The features of samples; None if they are not what decides the output."""
+        """Return the features of samples; None if the output does not depend on them alone."""
         read: list[Any] = []
         was_training = self._head.training
         self._head.eval()
@@ -115,7 +115,7 @@ class CachedFeatures(Callback):
 def _reason(
     trainer: Trainer, module: LightningModule, network: nn.Module, head: tuple[str, ...]
 ) -> str:
-    """Why features can't be kept, or nothing."""
+    """Return why features cannot be kept; empty if they can."""
     if reason := why_samples_change(trainer, module):
         return reason
     if len(head) != 1:

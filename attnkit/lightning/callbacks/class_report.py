@@ -1,4 +1,4 @@
-"""What a test shows beside its averages: scores per class and the confusion matrix."""
+"""The scores per class and the confusion matrix of a test."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ _MAX_NAMES = 100
 
 
 class ClassScore(NamedTuple):
-    """How well one class is recognised; None where a ratio has no denominator.
+    """The scores of one class; None where a ratio has no denominator.
 
-    `support` is how many samples of the class there are.
+    `support` is the number of samples of the class.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ClassReport(Callback):
     The picture is drawn for up to 1,000 classes. The first process writes.
 
     Args:
-        folder: created if it does not exist.
+        folder: output folder, created if it does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -54,7 +54,8 @@ class ClassReport(Callback):
 
 
 def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
-    """Scores from counts [classes, 5]: true and false positives, negatives, and the support."""
+    """Return scores from counts [classes, 5]: true positives, false positives, true negatives,
+    false negatives, support."""
     scores = []
     for name, (hits, false, _, misses, support) in zip(class_names, stats.tolist(), strict=True):
         precision, recall = _ratio(hits, hits + false), _ratio(hits, hits + misses)
@@ -64,8 +65,8 @@ def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
 
 
 def show_class_scores(scores: Sequence[ClassScore], kind: str = "class") -> None:
-    """A table on screen and in run.log; of many classes, those with the lowest F1 of all that have
-    samples."""
+    """Print a table on screen and in run.log; of many classes, those with samples and the lowest F1
+    come first and the rest is left out."""
     shown = list(scores)
     title = f"test, per {kind}"
     if len(scores) > _MAX_SHOWN:
@@ -83,11 +84,11 @@ def show_class_scores(scores: Sequence[ClassScore], kind: str = "class") -> None
 
 
 def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) -> None:
-    """The matrix as a picture: rows are true classes, colours are shares of the row.
+    """Draw the matrix as a picture: rows are true classes, colours are shares of the row.
 
     Args:
         confusion: counts [true classes, predicted classes].
-        class_names: written at the axes for up to 100 classes; counts for up to 20.
+        class_names: labels of the axes for up to 100 classes; counts are written for up to 20.
         path: PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

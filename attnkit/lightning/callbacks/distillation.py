@@ -1,4 +1,4 @@
-"""A frozen teacher beside the labels: distillation of logits and of features."""
+"""Distillation from a frozen teacher's logits and features, beside the labels."""
 
 import logging
 from collections.abc import Callable
@@ -22,35 +22,35 @@ _log = logging.getLogger(__name__)
 
 
 class Distillation(Callback):
-    """Trains a classifier of images to say what a frozen teacher says.
+    """Trains a classifier of images to match the outputs of a frozen teacher.
 
         loss = (1 − weight) · L(s, y) + weight · T² · KL(softmax(t / T) ‖ softmax(s / T))
                + features · Σ_j (G(S) − G(F))²_ij
 
-    of each image i, with the module's own loss L, its logits s, those of the teacher t, and of the
-    rows of a batch G(X) = X Xᵀ with rows of length 1, where S and F are what enters the heads of
-    both networks, which may be of any width. `train/loss` is this loss; `train/distill_loss` is
-    the KL divergence alone. Logits: Hinton et al. (2015). Features: Tung and Mori (2019), whose
-    loss is the mean over j; ours is the sum, so that its weight does not depend on the batch.
+    for each image i, with the module's own loss L, its logits s and the teacher's logits t. S and F
+    are the inputs of the heads of student and teacher, which may have any width, and G(X) is X Xᵀ
+    over a batch, with rows of length 1. `train/loss` is this loss; `train/distill_loss` is the KL
+    divergence alone. Logits: Hinton et al. (2015). Features: Tung and Mori (2019), whose loss is
+    the mean over j; the sum here makes its weight independent of the batch.
 
-    The teacher sees the very images that the student does, mixed and augmented ones, too (Beyer et
+    The teacher sees the same images as the student, mixed and augmented ones included (Beyer et
     al., 2022), with its own normalization, size and colours. It is in evaluation mode, is not
-    trained, and no checkpoint holds it. Where no image changes from epoch to epoch it is asked once
-    for each, which a line says.
+    trained, and no checkpoint holds it. If no image changes between epochs, its outputs are
+    computed once for each image, and a log line says so.
 
     Args:
-        teacher: a checkpoint of a module of the student's class, a name of timm, whose pretrained
-            weights are taken, or a network that is given images in floats from 0 to 1.
+        teacher: a checkpoint of a module of the student's class; a name of timm, whose pretrained
+            weights are loaded; or a network that takes images in floats from 0 to 1.
             `distill.teacher=` also takes a run folder, for its best checkpoint.
         temperature: T.
-        weight: 0 to 1.
-        features: at least 0.
-        cache: whether it may be asked once only.
+        weight: weight of the KL divergence, 0 to 1.
+        features: weight of the features' loss, at least 0.
+        cache: whether the teacher's outputs may be computed once for each image.
 
     Raises:
         ValueError: a weight or temperature out of range.
-        UserError: when the training begins: the teacher cannot be had, has other classes, the
-            module is no classifier of images, or these keep their own sizes.
+        UserError: when training begins: the teacher cannot be loaded or has other classes, the
+            module is not a classifier of images, or the images keep their own sizes.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Distillation(Callback):
         at_least(0, features=features)
         positive(temperature=temperature)
         if not weight and not features:
-            raise ValueError("weight: expected more than 0, or features to be, got 0 of both")
+            raise ValueError("weight: expected weight or features above 0, got 0 for both")
         self.given, self.cache = teacher, cache
         self.temperature, self.weight, self.features = temperature, weight, features
         self._undo: list[Callable[[], None]] = []
         self._read: dict[str, Tensor] = {}
-        """What enters the student, its head and the teacher's, in the newest call of each."""
+        """The newest inputs of the student, of its head and of the teacher's head."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -86,7 +86,7 @@ class Distillation(Callback):
                 "distill.teacher: expected images of one size, got data.native=true; "
                 "data.native=false resizes them"
             )
-        with torch.random.fork_rng(devices=[]):  # weights that are drawn are replaced by others
+        with torch.random.fork_rng(devices=[]):  # initial weights are replaced anyway
             self._teacher, self._facts = _teacher(self.given, pl_module, self.weight > 0)
         self._teacher.requires_grad_(False).eval()
 
@@ -121,7 +121,7 @@ class Distillation(Callback):
         self.on_fit_end()
 
     def _say(self, what: str) -> None:
-        rank_zero_only(_log.info)(f"distill: the teacher is asked {what}")
+        rank_zero_only(_log.info)(f"distill: the teacher runs {what}")
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def keep(_: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -130,26 +130,26 @@ class Distillation(Callback):
         self._undo.append(module.register_forward_pre_hook(keep).remove)
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Of each sample, in the place of the module's own."""
+        """Return the loss of each sample, in place of the module's own."""
         images, count = self._read["images"], logits.shape[1]
-        told = self._kept.of(images, self._ask) if self._kept else self._ask(images)
-        assert told is not None
+        outputs = self._kept.of(images, self._ask) if self._kept else self._ask(images)
+        assert outputs is not None
         losses = (1 - self.weight) * self._own_losses(logits, labels)
         if self.weight:
-            apart = divergences(logits, told[:, :count], self.temperature)
+            apart = divergences(logits, outputs[:, :count], self.temperature)
             self._module.log("train/distill_loss", apart.detach().mean(), on_step=False,
                              on_epoch=True, batch_size=len(apart))  # fmt: skip
             losses = losses + self.weight * self.temperature**2 * apart
         if self.features:
-            seen = told[:, count if self.weight else 0 :]
+            seen = outputs[:, count if self.weight else 0 :]
             losses = losses + self.features * distances(self._read["student"], seen)
         return losses
 
     @torch.no_grad()
     def _ask(self, images: Tensor) -> Tensor:
-        """Rows of the teacher's logits and of what enters its head, as far as they are wanted."""
+        """Return rows of the teacher's logits and of the input of its head, as far as needed."""
         facts = self._facts
-        self._module.check_prepares()  # raises where it is not known what the images look like
+        self._module.check_prepares()  # raises if the normalization is unknown
         pictures = self._module.as_pictures(images * self._module.std + self._module.mean)
         pictures = _fitted(pictures.float(), facts["in_channels"], facts["image_size"])
         mean, std = (pictures.new_tensor(facts[key]).view(-1, 1, 1) for key in ("mean", "std"))
@@ -160,7 +160,7 @@ class Distillation(Callback):
 
 
 def divergences(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(softmax(teacher / T) ‖ softmax(logits / T)) of each row of logits [samples, classes]."""
+    """Return KL(softmax(teacher / T) ‖ softmax(logits / T)) of each row [samples, classes]."""
     student, teacher = (
         (each.float() / temperature).log_softmax(dim=1) for each in (logits, teacher)
     )
@@ -168,7 +168,7 @@ def divergences(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 def distances(student: Tensor, teacher: Tensor) -> Tensor:
-    """Σ_j (G(student) − G(teacher))²_ij of each sample i of features [samples, …] of any widths."""
+    """Return Σ_j (G(student) − G(teacher))²_ij for each sample i of features [samples, …]."""
 
     def similarities(features: Tensor) -> Tensor:
         rows = features.float().flatten(1)
@@ -187,7 +187,7 @@ def _head(network: nn.Module) -> nn.Module:
 
 
 def _teacher(given: Any, module: Any, by_logits: bool) -> tuple[nn.Module, dict[str, Any]]:
-    """The network of a teacher, and its in_channels, image_size, mean and std."""
+    """Return the network of a teacher, and its in_channels, image_size, mean and std."""
     if isinstance(given, nn.Module):
         channels = module.in_channels
         plain = {"mean": [0.0] * channels, "std": [1.0] * channels}
@@ -210,11 +210,13 @@ def _teacher(given: Any, module: Any, by_logits: bool) -> tuple[nn.Module, dict[
         facts = expected_images(node)
         return timm_backbone(given, facts["in_channels"], count, pretrained=True), facts
     except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        said = str(error) if "\n" in str(error) else first_line(error)
-        where = "" if str(given) in said else f"{given}: "
-        if said.startswith("name: expected"):
-            said = "expected a run folder, a checkpoint or" + said.removeprefix("name: expected")
-        raise UserError(f"distill.teacher: {where}{said}") from error
+        message = str(error) if "\n" in str(error) else first_line(error)
+        where = "" if str(given) in message else f"{given}: "
+        if message.startswith("name: expected"):
+            message = "expected a run folder, a checkpoint or" + message.removeprefix(
+                "name: expected"
+            )
+        raise UserError(f"distill.teacher: {where}{message}") from error
 
 
 def _check_classes(given: Any, ours: list[str] | int, theirs: list[str] | int) -> None:
@@ -230,7 +232,7 @@ def _check_classes(given: Any, ours: list[str] | int, theirs: list[str] | int) -
 
 
 def _fitted(pictures: Tensor, in_channels: int, size: Any) -> Tensor:
-    """Pictures in grey or colours, at the size of the teacher's; None: as they are."""
+    """Return pictures in grey or colours, as the teacher takes them, and at its size, if any."""
     if pictures.shape[1] != in_channels:
         change = rgb_to_grayscale if in_channels == 1 else grayscale_to_rgb
         pictures = change(pictures)

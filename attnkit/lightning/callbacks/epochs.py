@@ -1,5 +1,4 @@
-"""What a run says of its data when it starts, and of each epoch; without a terminal, a line every
-ten seconds."""
+"""Lines about the data and each epoch of a run; without a terminal, also one every ten seconds."""
 
 import time
 from typing import Any
@@ -11,15 +10,15 @@ from attnkit.lightning.best import rank, validation
 from attnkit.lightning.callbacks.meter import last_figures
 from attnkit.lightning.console import on_terminal, say, seconds, three_digits
 
-MANY = 100  # epochs, of which not each gets its line
+MANY = 100  # epochs above which not each gets a line
 
 
 class DataSummary(Callback):
-    """Says what data there is when `fit` starts: the lines that `summary()` of the data module
-    returns, if it has one, on screen and in run.log.
+    """Prints the data when `fit` starts: the lines that `summary()` of the data module returns, if
+    it has one, on screen and in run.log.
 
-    attnkit's data modules tell the samples of each split and class, how uneven the classes are, and
-    of images their size, channels, mean and deviation.
+    attnkit's data modules list the samples of each split and class, how uneven the classes are, and
+    the size, channels, mean and deviation of images.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -31,26 +30,26 @@ class DataSummary(Callback):
 
 
 class EpochLines(Callback):
-    """Says how each epoch went, on screen and in run.log:
+    """Prints a line for each epoch, on screen and in run.log:
 
         epoch 3/40  loss 1.23  val/loss 1.31, accuracy 0.512  lr 0.00098  12.3 s  best
 
-    That is the training loss; of validation, the loss, the metric that the checkpoint follows, and
-    what is logged with `prog_bar=True`; the learning rate at the end, the seconds with validation,
-    and whether it is the best epoch so far (`best: 2` if not), by the metric of the checkpoint; of
-    equal epochs the one with the smaller `val/loss`.
-    Runs of more than 100 epochs get at most one line a second.
+    The line has the training loss; for validation the loss, the metric that the checkpoint monitors
+    and those logged with `prog_bar=True`; the learning rate at the end; the seconds with
+    validation; and `best` if the epoch is the best so far, else `best: 2`, by the metric of the
+    checkpoint and, for ties, the smaller `val/loss`.
+    Runs of more than 100 epochs print at most one line a second.
 
-    Where the output is not a terminal, it also says every few seconds how far it is.
+    Where the output is not a terminal, progress is also printed every few seconds.
 
     Args:
-        every_seconds: the longest time without a line, where the output is not a terminal.
+        every_seconds: longest time without a line, where the output is not a terminal.
     """
 
     def __init__(self, every_seconds: float = 10.0) -> None:
         self.every_seconds = every_seconds
         self.best: dict[str, float] = {}
-        """Of the best epoch so far: `epoch`, counted from 1, and the metrics of its validation."""
+        """The best epoch so far: `epoch`, counted from 1, and the metrics of its validation."""
         self._watched = True
         self._last = self._began = time.monotonic()
 
@@ -85,7 +84,7 @@ class EpochLines(Callback):
             self._judge(trainer)
 
     def _judge(self, trainer: Trainer) -> str:
-        """Note the validation if it is the best so far; the metric that the checkpoint follows."""
+        """Note the validation if it is the best so far; return the metric of the checkpoint."""
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.monitor:
                 monitor, mode = callback.monitor, callback.mode
@@ -145,7 +144,7 @@ def _epoch(trainer: Trainer) -> str:
 
 
 def _metrics(trainer: Trainer, monitored: str) -> list[str]:
-    """The loss of training, and the figures of validation that are shown."""
+    """Return the training loss and the validation figures to show."""
     found = trainer.callback_metrics
     parts = [f"loss {three_digits(float(found['train/loss']))}"] if "train/loss" in found else []
     if "train/plain_loss" in found:

@@ -1,4 +1,4 @@
-"""Rows that a frozen network gives of samples, computed once for each sample."""
+"""Outputs of a frozen network for samples, computed once for each sample."""
 
 from collections.abc import Callable
 
@@ -6,18 +6,18 @@ import torch
 from lightning import LightningModule, Trainer
 from torch import Tensor
 
-CHUNK = 32  # samples that rows are computed of at once, always as many
+CHUNK = 32  # samples whose rows are computed at once, always as many
 
 
 class KeptRows:
-    """What a frozen network says of samples, a row of each, computed once and kept in memory.
+    """The outputs of a frozen network, one row for each sample, computed once and kept in memory.
 
-    Samples are recognized by 64 bits of a hash of their content. Rows are computed of `CHUNK`
-    samples at once, so that they do not depend on the batch, and a run that is resumed is the same.
+    Samples are recognized by 64 bits of a hash of their content. Rows are computed for `CHUNK`
+    samples at once, so that they do not depend on the batch, and a resumed run gets the same.
 
     Attributes:
-        num_kept: samples that there is a row of.
-        num_found: samples that were asked for and known already, since this was set to 0.
+        num_kept: number of samples with a row.
+        num_found: number of requested samples that were known already, since it was set to 0.
     """
 
     def __init__(self) -> None:
@@ -31,18 +31,18 @@ class KeptRows:
         return len(self._row_of)
 
     def ends_epoch_without_a_second_look(self) -> bool:
-        """Whether an epoch that ends is the second one here or a later, and found nothing kept."""
+        """Count an epoch; return whether it is not the first and no sample was found in it."""
         self._epochs += 1
         return self._epochs > 1 and not self.num_found
 
-    @torch.inference_mode(False)  # in validation, too, they are for training
+    @torch.inference_mode(False)  # rows computed in validation serve training too
     @torch.no_grad()
     def of(self, samples: Tensor, compute: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        """The rows of samples, by a function of `CHUNK` samples to their rows; None if it has none.
+        """Return the rows of samples; None if `compute` returns None.
 
         Args:
             samples: [samples, …].
-            compute: may return None.
+            compute: function of `CHUNK` samples to their rows, or None.
         """
         hashes = hashes_of(samples)
         new: dict[int, int] = {}
@@ -76,13 +76,13 @@ class KeptRows:
 
 
 def hashes_of(samples: Tensor) -> list[int]:
-    """64 bits of each sample's content."""
+    """Return 64 bits of a hash of each sample's content."""
     rows = samples.detach().cpu().contiguous().flatten(1).view(torch.uint8).numpy()
     return [hash(row.tobytes()) for row in rows]
 
 
 def why_samples_change(trainer: Trainer, module: LightningModule) -> str:
-    """What is known to change samples from epoch to epoch, or nothing."""
+    """Return what is known to change samples between epochs; empty if nothing is."""
     if getattr(module, "mix", None) is not None:
         return "module.mixup or cutmix mixes the samples"
     if getattr(getattr(trainer, "datamodule", None), "augment", None) is not None:

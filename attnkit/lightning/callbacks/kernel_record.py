@@ -1,4 +1,4 @@
-"""Which attention kernel really runs in training and evaluation."""
+"""A record of the attention kernels that run in training and evaluation."""
 
 from contextlib import ExitStack
 from functools import partialmethod
@@ -21,7 +21,7 @@ class KernelRecord(Callback):
     A compiled model runs that one batch uncompiled, as operators in compiled code cannot be seen.
 
     Args:
-        verbose: print each table.
+        verbose: whether to print each table.
     """
 
     def __init__(self, verbose: bool = True) -> None:
@@ -32,7 +32,7 @@ class KernelRecord(Callback):
 
     @property
     def results(self) -> dict[str, float]:
-        """`kernels/<stage>/<kernel>`: calls in the recorded batch."""
+        """The calls in the recorded batch, as `kernels/<stage>/<kernel>`."""
         return {
             f"kernels/{stage}/{kernel}": float(calls)
             for stage, record in self.records.items()

@@ -1,4 +1,4 @@
-"""A picture of how training went."""
+"""A picture of all metrics over the epochs."""
 
 import os
 import time
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 History = dict[str, list[tuple[float, float]]]
 """For each metric, (epoch, value) in order."""
 
-PLAIN = "train/plain_loss"  # without what regularises it: smoothing
+PLAIN = "train/plain_loss"  # the loss without label smoothing
 COLOURS = {"train": "#7f7f7f", "val": "#1f77b4"}
 
 
 class LearningCurves(Callback):
     """Draws every logged metric over the epochs, `train/loss` and `val/loss` in one panel.
 
-    If there is a `train/plain_loss`, it can be compared with `val/loss` and is drawn in the same
-    panel; `train/loss` is then labelled as what is minimised.
+    `train/plain_loss`, if it exists, can be compared with `val/loss` and is drawn in the same
+    panel; `train/loss` is then labelled as the minimised one.
 
-    Needs no logger: it notes the values at the end of each epoch and validation. They are part of
-    the checkpoint, so that the picture of a resumed run is whole. Drawn when training ends, also by
-    an error, and meanwhile at most every `every_seconds`.
+    It needs no logger: it notes the values at the end of each epoch and validation. They are part
+    of the checkpoint, so that the picture of a resumed run is whole. It draws when training ends,
+    also after an error, and meanwhile at most every `every_seconds`.
 
     Args:
-        path: of the picture (PNG, PDF or SVG); None for `learning_curves.png` in the
-            trainer's log folder.
-        every_seconds: how often the picture is brought up to date while training runs.
+        path: path of the picture (PNG, PDF or SVG); None: `learning_curves.png` in the trainer's
+            log folder.
+        every_seconds: time between updates of the picture while training runs.
         skip: patterns of metrics that are not drawn.
     """
 
@@ -52,7 +52,7 @@ class LearningCurves(Callback):
         self.every_seconds = every_seconds
         self.skip = tuple(skip)
         self.history: History = {}
-        self._tensors: dict[str, Tensor] = {}  # of the history, as far as it has been saved
+        self._tensors: dict[str, Tensor] = {}  # the history as far as it has been saved
         self._drawn = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -69,7 +69,7 @@ class LearningCurves(Callback):
             self._draw(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        # one tensor for each metric: an object for each number would take longer than an epoch may
+        # one tensor for each metric: an object for each number could take longer than an epoch
         for name, points in self.history.items():
             known = self._tensors.get(name, torch.empty(0, 2, dtype=torch.float64))
             new = torch.tensor(points[len(known) :], dtype=torch.float64).reshape(-1, 2)
@@ -101,7 +101,7 @@ class LearningCurves(Callback):
 
 
 def draw_curves(history: History) -> "Figure":
-    """One panel for each name after the slash, one line for each stage before it; loss first."""
+    """Draw a panel for each name after the slash, with a line for each stage; the loss first."""
     from matplotlib.figure import Figure
 
     names = sorted({_panel_of(name) for name in history}, key=lambda n: (n != "loss", n))
@@ -109,7 +109,7 @@ def draw_curves(history: History) -> "Figure":
     rows = -(-len(names) // columns)
     width, height = 4.2 * columns, 3.0 * rows
     figure = Figure(figsize=(width, height))
-    # margins in inches: to fit them to the labels, as matplotlib can, draws everything twice
+    # margins in inches: fitting them to the labels makes matplotlib draw everything twice
     figure.subplots_adjust(
         left=0.6 / width, right=1 - 0.15 / width, bottom=0.5 / height, top=1 - 0.3 / height,
         wspace=0.25, hspace=0.4,
@@ -123,7 +123,7 @@ def draw_curves(history: History) -> "Figure":
 
 
 def _panel_of(name: str) -> str:
-    """The panel a metric is drawn in: its name after the stage."""
+    """Return the panel in which a metric is drawn: its name after the stage."""
     return "loss" if name == PLAIN else name.partition("/")[2]
 
 

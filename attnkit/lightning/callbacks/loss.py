@@ -1,4 +1,4 @@
-"""What a step does with its loss: it must be finite, and each of its samples counts the same."""
+"""Checks and weights of the loss: it must be finite, and each of its samples counts the same."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ class FiniteLoss(Callback):
     CPU wait, it stops at the next step or before the next checkpoint.
 
     Raises:
-        RunError: names the step, the epoch and the batch.
+        RunError: names the step, the epoch and the batch of the loss.
     """
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ class ExactAccumulation(Callback):
     """Makes accumulated batches equal to one large batch, for losses that are means.
 
     For A batches of n_i samples with mean losses m_i, Lightning minimises Σ m_i / A, even in the
-    last step of an epoch, which may have fewer or smaller batches. This minimises
+    last step of an epoch, which may have fewer or smaller batches. Here it is
     Σ n_i m_i / Σ n_i, which is the same if all batches are full. It does nothing for A = 1 and for
     modules that step themselves. Gradients are scaled before they are clipped.
 
     Args:
-        num_samples: how many samples a batch has; by default the length of its first tensor, or
-            the nodes of its graph.
+        num_samples: returns the number of samples of a batch; by default the length of its first
+            tensor, or the nodes of its graph.
     """
 
     def __init__(self, num_samples: Callable[[Any], int] = num_samples) -> None:

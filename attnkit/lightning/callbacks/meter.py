@@ -1,4 +1,4 @@
-"""How long training takes and what it does: figures of steps, samples per second, cost."""
+"""Measurements of training: figures of steps, samples per second, cost."""
 
 import math
 import statistics
@@ -22,8 +22,8 @@ from attnkit.lightning._private import leaves, log_again
 
 
 def num_samples(batch: Any) -> int:
-    """The length of the first tensor in a batch; of PyG's graphs, the number of nodes, or of graphs
-    where `y` is of each graph; of a list of images of their own sizes, their number."""
+    """Return the length of the first tensor in a batch. For PyG's graphs it is the number of nodes,
+    or of graphs where `y` has an entry for each graph; for a list of images, their number."""
     if isinstance(batch, list | tuple) and batch and isinstance(batch[0], list):
         return len(batch[0])
     for leaf in leaves(batch):
@@ -44,17 +44,17 @@ def wait_for_device(pl_module: LightningModule) -> None:
 
 
 class Laps:
-    """A stopwatch: `lap` gives the seconds since the lap before, or since `start`."""
+    """A stopwatch: `lap` returns the seconds since the previous lap, or since `start`."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
 
     def start(self, *args: Any, **kwargs: Any) -> None:
-        """Begin to count; as a hook of a callback, it takes any arguments."""
+        """Start to count; it takes any arguments, so that it can be a callback's hook."""
         self.last = time.perf_counter()
 
     def lap(self, pl_module: LightningModule | None = None) -> float:
-        """The seconds, and begin anew; those of a GPU's work too, if its module is given."""
+        """Return the seconds and start anew; with a module, wait for its GPU's work first."""
         if pl_module is not None:
             wait_for_device(pl_module)
         before, self.last = self.last, time.perf_counter()
@@ -74,35 +74,35 @@ class _Count:
 class Meter(Callback):
     """Measures training in three ways, each of which can be left out.
 
-    `steps` logs four figures every `log_every_n_steps` of the trainer, to all its loggers:
+    `steps` logs four figures to all loggers of the trainer, every `log_every_n_steps`:
 
-    - `step/loss`: the loss that is minimised, the mean over the batches since the last time;
-    - `step/lr`: the learning rate of the step, of several groups the highest;
+    - `step/loss`: the loss that is minimised, the mean over the batches since the last figures;
+    - `step/lr`: the learning rate of the step, the highest of several groups;
     - `step/grad_norm`: the L2 norm of all gradients of the step, before they are clipped;
-    - `step/samples_per_second`: of training alone, data included; nodes of a graph.
+    - `step/samples_per_second`: throughput of training alone, data included; nodes of a graph.
 
     Loss and throughput are those of all processes. Between two logged steps nothing is read from
     the device: the loss is summed there. The figures are not metrics of the trainer, so no callback
     can monitor or report them. The last ones are in `figures`.
 
     `throughput` logs the metric `train/samples_per_second` after every epoch, summed over all
-    ranks. The time is that of the training loop, with waiting for data and without validation. It
-    is NaN for an epoch that has only skipped batches.
+    ranks. The time is that of the training loop, with waiting for data and without validation. The
+    metric is NaN for an epoch that has only skipped batches.
 
     `cost` measures what a model costs, for `results`, which `ResultsFile` writes:
 
     - `parameters` of the module;
     - `multiply_adds` of one forward pass on the module's `example_input_array`, if it has one
       (see `attnkit.count_multiply_adds`);
-    - `step_seconds`, the median time from the end of a training step to the end of the next,
-      which has its data, forward, backward and optimizer in it.
+    - `step_seconds`, the median time from the end of a training step to the end of the next, which
+      includes its data, forward, backward and optimizer.
 
     Args:
-        steps, throughput, cost: what is measured.
-        skip_batches: batches at the start of a training whose samples and time are not counted,
-            while kernels are compiled and workers start.
-        num_samples: how many samples a batch has; by default the length of its first tensor,
-            or the nodes of its graph.
+        steps, throughput, cost: what to measure.
+        skip_batches: number of batches at the start of a training whose samples and time are not
+            counted, while kernels are compiled and workers start.
+        num_samples: returns the number of samples of a batch; by default the length of its first
+            tensor, or the nodes of its graph.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class Meter(Callback):
         self._laps = Laps()
         self._seen_batches = 0
         self._epoch, self._window = _Count(), _Count()
-        """Since the epoch began, and since figures were logged; without what is skipped."""
+        """Counts since the epoch began, and since figures were logged; without skipped batches."""
         self._seconds: list[float] = []
-        """Of steps that follow another, with nothing else between them."""
+        """Seconds of steps that follow another, with nothing else between them."""
         self._follows = False
-        self._step = 0  # at the end of the last batch
+        self._step = 0  # global step at the end of the last batch
         self._loss: Tensor | float = 0.0
-        self._batches = 0  # that the loss is the sum of
+        self._batches = 0  # whose losses are summed
         self._of_step: dict[str, Any] = {}
 
     # --- the clock ---
@@ -215,7 +215,7 @@ class Meter(Callback):
 
     def _clear(self) -> None:
         self._loss, self._batches, self._of_step = 0.0, 0, {}
-        # what logging took is in the next lap, and none of the next window
+        # the time of logging counts in the next lap, and not in the next window
         self._window = _Count(seconds=self._laps.last - time.perf_counter())
 
     # --- epochs and the whole training ---
@@ -223,7 +223,7 @@ class Meter(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._count(0, self._laps.lap(pl_module))
         if self.throughput:
-            # Every rank logs, or the sum over ranks would wait for one that does not.
+            # Every rank logs; otherwise the sum over ranks would wait for a missing one.
             name = "train/samples_per_second"
             value = torch.tensor(self._epoch.rate, device=pl_module.device)
             if not log_again(pl_module, name, value):
@@ -251,14 +251,14 @@ class Meter(Callback):
 
 
 class StepMetrics(Meter):
-    """The figures of steps of `Meter` alone."""
+    """A `Meter` of the figures of steps alone."""
 
     def __init__(self, num_samples: Callable[[Any], int] = num_samples) -> None:
         super().__init__(throughput=False, cost=False, num_samples=num_samples)
 
 
 class Throughput(Meter):
-    """`train/samples_per_second` of `Meter` alone."""
+    """A `Meter` of `train/samples_per_second` alone."""
 
     def __init__(
         self, skip_batches: int = 1, num_samples: Callable[[Any], int] = num_samples
@@ -269,22 +269,22 @@ class Throughput(Meter):
 
 
 class Cost(Meter):
-    """Parameters, multiply-adds and the seconds of a step of `Meter` alone."""
+    """A `Meter` of parameters, multiply-adds and the seconds of a step alone."""
 
     def __init__(self) -> None:
         super().__init__(steps=False, throughput=False)
 
 
 def last_figures(trainer: Trainer) -> dict[str, float] | None:
-    """The last figures of steps that were logged; None where nothing logs them."""
+    """Return the last logged figures of steps; None if no callback logs them."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return next((c.figures for c in callbacks if isinstance(c, Meter) and c.steps), None)
 
 
 def measured(trainer: Trainer) -> dict[str, float]:
-    """What was logged last as a metric, and the numbers in the attribute `results` of callbacks.
+    """Return the last logged metrics, and the numbers in the attribute `results` of callbacks.
 
-    What is not finite is left out with a warning, since JSON has no such numbers.
+    Values that are not finite are left out with a warning, since JSON has no such numbers.
     """
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -295,11 +295,11 @@ def measured(trainer: Trainer) -> dict[str, float]:
 
 
 def _gradient_norm(trainer: Trainer, optimizer: Optimizer) -> Tensor:
-    """Of all gradients, as they are before they are clipped."""
+    """Return the L2 norm of all gradients, before they are clipped."""
     given = [p.grad for group in optimizer.param_groups for p in group["params"]]
     found = [g.coalesce().values() if g.is_sparse else g for g in given if g is not None]
     norm = torch.nn.utils.get_total_norm(found) if found else torch.tensor(0.0)
-    if isinstance(norm, DTensor):  # of parts on several devices
+    if isinstance(norm, DTensor):  # its parts are on several devices
         return norm.full_tensor()
     if isinstance(trainer.strategy, FSDPStrategy):  # each process has a part
         return trainer.strategy.reduce(norm.square(), reduce_op="sum").sqrt()

@@ -1,4 +1,4 @@
-"""A training of so many minutes: measured steps decide how many epochs, and schedules follow."""
+"""A training of a given time: measured steps decide the number of epochs, and schedules follow."""
 
 import math
 from time import monotonic
@@ -15,34 +15,33 @@ from attnkit.lightning.console import say
 from attnkit.lightning.modules.module import TaskModule
 
 WARM_UP = 2  # batches that are not measured
-LEAST = 8  # batches that are
-MEASURED = 0.02  # share of the time that is spent before it is decided, at least
-FORWARD = 1 / 3  # of a training step, what a batch of validation takes until it is measured
-FEW = 6  # whole epochs, below which they are cut to fit
-PROVISIONAL = 100  # epochs of a trainer without a number, until it is decided
-TOLERANCE = 0.05  # share of the time by which the end may move before the epochs are counted again
+LEAST = 8  # batches that are measured at least
+MEASURED = 0.02  # share of the time that is spent before the decision at least
+FORWARD = 1 / 3  # of a training step: time of a validation batch until it is measured
+FEW = 6  # epochs below which they are shortened to fit
+PROVISIONAL = 100  # epochs of a trainer without max_epochs, until the decision
+TOLERANCE = 0.05  # share of the time by which the end may move before the epochs change
 
 
 class Minutes(Callback):
-    """Makes a training take so many minutes, by the number of its epochs.
+    """Makes a training take a given time, by the number of its epochs.
 
-    Once some batches are measured (ten at least, and 2 % of the time), the number of epochs is
+    Once some batches are measured (at least ten, and 2 % of the time), the number of epochs is
     decided, E = minutes / (b · s + v), with b batches of s seconds in an epoch and v seconds of
-    validation. Where that gives fewer than six, an epoch has fewer batches, so that the last one
-    ends in time with its validation. Of data without a length whole epochs are measured, and the
-    first is ended where it takes all the time. The learning-rate schedule is made anew for these
-    epochs, so that warm-up and decay end with them; until then it is that of the trainer's
-    `max_epochs`.
-    After an epoch E is counted again where training would end more than 5 % of the time too early
-    or too late; the number of batches stays.
+    validation. If that is fewer than six, an epoch has fewer batches, so that the last one ends in
+    time with its validation. For data without a length, whole epochs are measured, and the first is
+    ended when it takes all the time. The learning-rate schedule is made anew for these epochs, so
+    that warm-up and decay end with them; until then it is that of the trainer's `max_epochs`.
+    After an epoch, E is computed again if training would end more than 5 % of the time too early or
+    too late; the number of batches stays.
 
     The time is that of training: with validation and checkpoints, without reading the data before
-    and the test after it. What was decided and the time that was used are in checkpoints: a resumed
-    run goes on as it would have, and with other minutes counts its epochs again. The first of
+    it and the test after it. Checkpoints hold the decision and the time that was used: a resumed
+    run continues as it would have, and with other minutes computes its epochs again. The first of
     several processes decides for all. `max_steps` of the trainer stays an upper bound.
 
     Args:
-        minutes: of training, more than 0.
+        minutes: time of training in minutes, more than 0.
 
     Raises:
         ValueError: `minutes` is not positive.
@@ -52,14 +51,16 @@ class Minutes(Callback):
         positive(minutes=minutes)
         self.seconds = 60.0 * minutes
         self.epochs: int | None = None
-        """How many epochs there are; None until it is decided."""
+        """Number of epochs; None until it is decided."""
         self.batches: int | None = None
-        """How many batches an epoch has, where that is fewer than the data have."""
+        """Number of batches of an epoch, if it is fewer than the data have."""
         self._epoch_seconds = math.inf
-        self._used = 0.0  # before this process
+        self._used = 0.0  # seconds before this process
         self._began = self._epoch_began = self._measured_from = math.nan
-        self._measured = self._of_epoch = self._in_epoch = 0  # batches, the last also before
-        self._done = 0  # epochs in this process
+        self._measured = self._of_epoch = self._in_epoch = (
+            0  # batches; the last before a resume too
+        )
+        self._done = 0  # epochs that ended in this process
 
     @property
     def used(self) -> float:
@@ -67,7 +68,7 @@ class Minutes(Callback):
         return self._used + (0.0 if math.isnan(self._began) else monotonic() - self._began)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":  # another one may have been before
+        if stage == "fit":  # an earlier fit may have set them
             self.epochs = self.batches = None
             self._epoch_seconds, self._used = math.inf, 0.0
         if trainer.max_epochs in (None, -1):
@@ -93,13 +94,13 @@ class Minutes(Callback):
             self._measured_from = now
         passed = now - self._measured_from
         enough = self._measured >= LEAST and passed >= MEASURED * self.seconds
-        if self._told(trainer, enough) and not private.is_accumulating(trainer):
+        if self._of_first(trainer, enough) and not private.is_accumulating(trainer):
             self._decide(trainer, batch_idx + 1, passed / self._measured)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         full = trainer.num_training_batches
         if self._of_epoch == (full if math.isfinite(full) else self._in_epoch):
-            # else it was resumed within it
+            # otherwise the run was resumed within this epoch
             seconds = monotonic() - self._epoch_began
             known = math.isfinite(self._epoch_seconds)
             self._epoch_seconds = (seconds + self._epoch_seconds) / 2 if known else seconds
@@ -109,7 +110,7 @@ class Minutes(Callback):
         done, epochs = trainer.current_epoch + 1, self.epochs
         left = self.seconds - self.used
         fitting = done + max(0, round(left / self._epoch_seconds))
-        if epochs is None:  # epochs are shorter than what is measured
+        if epochs is None:  # epochs are shorter than the measurement
             measured = self.used >= MEASURED * self.seconds or done >= (trainer.max_epochs or 0)
             epochs = fitting if measured else None
         elif done < epochs:
@@ -122,10 +123,10 @@ class Minutes(Callback):
         self._used, self._began = self.used, math.nan
 
     def _decide(self, trainer: Trainer, done: int, step: float) -> None:
-        """The first count, after `done` batches of an epoch, of `step` seconds each."""
+        """Decide for the first time, after `done` batches of an epoch, of `step` seconds each."""
         full = trainer.num_training_batches
-        if math.isinf(full):  # only the end of an epoch tells how long it is
-            trainer.should_stop |= self._told(trainer, self.used >= self.seconds)
+        if math.isinf(full):  # only the end of an epoch shows its length
+            trainer.should_stop |= self._of_first(trainer, self.used >= self.seconds)
             return
         validation = FORWARD * step * sum(trainer.num_val_batches)
         validation /= trainer.check_val_every_n_epoch or 1
@@ -142,8 +143,8 @@ class Minutes(Callback):
         self._settle(trainer, epochs, batches)
 
     def _settle(self, trainer: Trainer, epochs: int | None, batches: int | None = None) -> None:
-        """Note the count of the first process, in the trainer and the schedules, and say it."""
-        epochs, batches = self._told(trainer, (epochs, batches))
+        """Apply the count of the first process to the trainer and the schedules, and print it."""
+        epochs, batches = self._of_first(trainer, (epochs, batches))
         if epochs is None or epochs == self.epochs:
             return
         first, self.epochs = self.epochs is None, epochs
@@ -160,8 +161,8 @@ class Minutes(Callback):
                 f", {self._epoch_seconds:.3g} s each; the learning rate follows"
             )
 
-    def _told(self, trainer: Trainer, mine: Any) -> Any:
-        """What the first process has."""
+    def _of_first(self, trainer: Trainer, mine: Any) -> Any:
+        """Return the value of the first process."""
         return trainer.strategy.broadcast(mine) if trainer.world_size > 1 else mine
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,14 +177,14 @@ class Minutes(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Set what was decided, before the schedule is made and the data begun."""
+        """Restore the decision, before the schedule is made and the data begun."""
         saved = (checkpoint.get("callbacks") or {}).get(self.state_key)
         if trainer.state.fn != "fit" or saved is None:
             return
         self._used, self._epoch_seconds = saved["used"], saved["epoch_seconds"]
         self.epochs, self.batches = saved["epochs"], saved["batches"]
         if self.epochs is None:
-            least = checkpoint["epoch"] + 2  # one may be begun, which tells nothing
+            least = checkpoint["epoch"] + 2  # a partial epoch measures nothing
             trainer.fit_loop.max_epochs = max(trainer.max_epochs or PROVISIONAL, least)
             return
         if saved["seconds"] != self.seconds:
@@ -195,7 +196,7 @@ class Minutes(Callback):
 
 
 def _schedule_again(trainer: Trainer) -> None:
-    """Put schedules of the steps that there are now in the place of those that run, as far on."""
+    """Replace running schedules by those of the current number of steps, advanced equally far."""
     module = trainer.lightning_module
     for config in trainer.lr_scheduler_configs:
         before = config.scheduler

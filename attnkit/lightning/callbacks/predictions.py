@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from attnkit.lightning.files import in_log_folder, write_csv
 
-# Number of the dataloader, of the sample in its data, and of the row among those of that number.
+# Number of the dataloader, of the sample in its data, and of the row among those of that sample.
 Key = tuple[int, int, int]
 Row = dict[str, str]
 
@@ -21,15 +21,15 @@ class PredictionsFile(BasePredictionWriter):
     """Writes what `predict_step` returns to `predictions.csv`, in the order of the data.
 
     A step returns a mapping of column names to lists or tensors as long as the batch, or one such
-    list or tensor, the column `prediction`. Several processes write one file: the first has the
-    rows of all. Where each process predicts all of the data, the rows are those of the first.
+    list or tensor, the column `prediction`. The first of several processes writes the rows of all.
+    Where each process predicts all of the data, it writes only its own.
 
     Args:
-        path: of the file; None for `predictions.csv` in the trainer's log folder.
+        path: path of the file; None: `predictions.csv` in the trainer's log folder.
 
     Attributes:
-        path: of the file, from the start of a prediction.
-        num_rows: how many rows the last prediction has, the same in every process.
+        path: path of the file, from the start of a prediction.
+        num_rows: number of rows of the last prediction, the same in every process.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -59,10 +59,10 @@ class PredictionsFile(BasePredictionWriter):
         self._names.update(dict.fromkeys(cells))
         length = max(map(len, cells.values()), default=0)
         rows = [{k: v[i] for k, v in cells.items() if i < len(v)} for i in range(length)]
-        # Lightning keeps the numbers of an earlier loader where it cannot tell those of this one.
+        # Lightning keeps the indices of an earlier loader if it cannot know those of this one.
         if not hasattr(_batch_sampler(_loaders(trainer)[dataloader_idx]), "seen_batch_indices"):
             batch_indices = None
-        if batch_indices and isinstance(batch_indices[0], list):  # of a sampler of lists
+        if batch_indices and isinstance(batch_indices[0], list):  # from a sampler of lists
             batch_indices = [number for one in batch_indices for number in one]
         for place, row in enumerate(rows):
             if not batch_indices:
@@ -74,7 +74,7 @@ class PredictionsFile(BasePredictionWriter):
             self._rows.append((key, row))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # The only hook at the end that is called in a process whose part of the data is empty.
+        # No other hook at the end is called in a process whose part of the data is empty.
         if stage != "predict":
             return
         names, rows = self._gathered(trainer)
@@ -86,7 +86,7 @@ class PredictionsFile(BasePredictionWriter):
         self._rows = []
 
     def _gathered(self, trainer: Trainer) -> tuple[list[str], list[tuple[Key, Row]]]:
-        """Names of columns, and the rows of all processes, each sample's once."""
+        """Return the names of columns, and the rows of all processes, each sample's once."""
         if trainer.world_size == 1:
             return list(self._names), self._rows
         parts: list[Any] = [None] * trainer.world_size
@@ -110,7 +110,7 @@ def _loaders(trainer: Trainer) -> Sequence[Any]:
 
 
 def _batch_sampler(loader: Any) -> Any:
-    """Lightning keeps the sampler of a loader in this, too."""
+    """Return the batch sampler of a loader, in which Lightning keeps its sampler too."""
     return getattr(loader, "batch_sampler", None)
 
 

@@ -11,16 +11,16 @@ from attnkit.lightning._private import BarFromOne
 from attnkit.lightning.callbacks.meter import last_figures
 from attnkit.lightning.console import on_terminal
 
-NARROW = 100  # columns
+NARROW = 100  # columns of a terminal
 SHORT = {"grad_norm": "grad", "samples_per_second": "per s"}
 
 
 class Progress(BarFromOne):
     """Lightning's rich progress bar, on one line, and removed when the stage ends.
 
-    Epochs count from 1. After the bar come the last figures of `Meter`, if it is used, and
-    those logged with `prog_bar=True`, as many as fit. They are updated when `Meter` logs, so
-    that no other step waits for the device. Without a terminal there is no bar.
+    Epochs count from 1. The last figures of `Meter`, if it is used, and metrics logged with
+    `prog_bar=True` follow the bar, as many as fit. They are updated when `Meter` logs, so that no
+    other step waits for the device. Without a terminal there is no bar.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -30,7 +30,7 @@ class Progress(BarFromOne):
             self.disable()
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Description, bar, batches and the time that is left."""
+        """Return the description, the bar, the batches and the time that is left."""
         return [
             TextColumn("{task.description}"),
             BarColumn(bar_width=self._bar_width),
@@ -41,7 +41,7 @@ class Progress(BarFromOne):
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """What stands behind the bar."""
+        """Return the figures that follow the bar."""
         steps = last_figures(trainer)
         if trainer.training and steps is not None and steps is self._shown[0]:
             return self._shown[1]
@@ -56,7 +56,7 @@ class Progress(BarFromOne):
         return 8 if get_console().width < NARROW else 30
 
     def _as_fits(self, trainer: Trainer, metrics: dict[str, Any]) -> dict[str, Any]:
-        """As texts, without those that the line has no room for."""
+        """Return the figures as texts, as many as fit on the line."""
         batches = 2 * len(str(trainer.num_training_batches)) + 1
         epoch = len(f"Validation {trainer.max_epochs}")
         room = get_console().width - (epoch + self._bar_width + batches + len("0:00:00"))
@@ -76,7 +76,7 @@ class Progress(BarFromOne):
 
 
 def _short(value: float) -> str:
-    """0.612, 1234, 12k."""
+    """Format a number as 0.612, 1234 or 12k."""
     if not 1000 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:.0f}" if abs(value) < 9999.5 else f"{value / 1000:.0f}k"

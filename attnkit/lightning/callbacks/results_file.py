@@ -16,14 +16,14 @@ from attnkit.lightning.files import in_log_folder, replacing
 class ResultsFile(Callback):
     """Writes the last value of every logged metric to `results.json`: flat, numbers only.
 
-    Written when training, a test or a validation by itself ends; what an earlier stage wrote is
-    kept, so that one file holds `train/…`, `val/…` and `test/…`. Beside the metrics: `seconds`
-    spent in fit, test and validate (before a resume, too), `epochs`, `steps`, and the numbers in
-    the attribute `results` of any other callback (such as `KernelRecord`). A value that is not
-    finite is left out with a warning, since JSON has no such numbers.
+    It is written when training, a test or a separate validation ends; figures of earlier stages are
+    kept, so that one file holds `train/…`, `val/…` and `test/…`. It also has the `seconds` spent in
+    fit, test and validate (before a resume, too), `epochs`, `steps`, and the numbers in the
+    attribute `results` of any other callback (such as `KernelRecord`). A value that is not finite
+    is left out with a warning, since JSON has no such numbers.
 
     Args:
-        path: of the file; None for `results.json` in the trainer's log folder.
+        path: path of the file; None: `results.json` in the trainer's log folder.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a test of several labels, or of numbers, leaves beside its averages."""
+"""Tables and pictures of a test of several labels, or of numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ _MAX_DRAWN = 60
 
 
 class ValueReport(Callback):
-    """Writes of a test of labels `per_label.csv` and `per_label.png`, of numbers `predicted.png`.
+    """Writes `per_label.csv` and `per_label.png` for labels, and `predicted.png` for numbers.
 
-    The table has of each label the threshold, average precision, precision, recall, F1 and support;
-    the picture draws these of up to 60 labels, the most frequent ones. `predicted.png` draws what
-    is predicted over the truth, a part for each of up to six numbers. The first process writes.
+    The table has the threshold, average precision, precision, recall, F1 and support of each label;
+    the picture draws them for up to 60 labels, the most frequent ones. `predicted.png` draws
+    predictions over the truth, in a panel for each of up to six numbers. The first process writes.
 
     Args:
-        folder: created if it does not exist.
+        folder: output folder, created if it does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -80,7 +80,7 @@ class ValueReport(Callback):
 
 
 def _precision(outputs: Tensor, truth: Tensor) -> float | None:
-    """The average precision of a label; None unless there are samples of 0 and of 1."""
+    """Return the average precision of a label; None unless there are samples of 0 and of 1."""
     known = ~truth.isnan()
     labels = truth[known].long()
     if len(labels.unique()) < 2:

@@ -1,4 +1,4 @@
-"""A trained module written for use elsewhere: safe weights, and programs that need no attnkit."""
+"""Export of a trained module: safe weights, and programs that need no attnkit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,30 +31,30 @@ class Written:
 
     files: list[Path] = field(default_factory=list)
     differences: dict[str, float] = field(default_factory=dict)
-    """By the file of each program: its outputs' largest difference from the module's, over the
-    largest of these or 1."""
+    """For the file of each program, the largest difference of its outputs from the module's, over
+    the largest of these or 1."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """By format: why it was left out, in a line."""
+    """For each format that was left out, the reason in a line."""
 
 
 class Export:
     """Writes a trained module to a folder.
 
         weights.safetensors, config.json   for `attnkit.load`
-        adapter.safetensors                for `attnkit.finetune.load_adapter`; of a model that was
+        adapter.safetensors                for `attnkit.finetune.load_adapter`, if the model was
                                            fine-tuned in part
         model.pt2                          for `torch.export.load`
         model.onnx                         for onnxruntime and others; needs the extra `onnx`
 
     The programs are those of the module's method `programs()`, each with its named sizes (the
-    batch, the nodes of a graph) left open. What was written is read again and compared with the
-    module: weights exactly, programs to 1e-5. In the file is the module as it is in evaluation, on
-    the CPU, in the precision of its weights; LoRA's changes are merged into them. A module that its
+    batch, the nodes of a graph) left open. Files are read again and compared with the module:
+    weights exactly, programs to 1e-5. The module is written as it is in evaluation, on the CPU, in
+    the precision of its weights; LoRA's changes are merged into them. A module that its
     hyper-parameters do not build again, as after `insert_attention`, gives programs alone, unless
-    "safetensors" is asked for.
+    "safetensors" is requested.
 
     Args:
-        folder: where to; made as needed.
+        folder: output folder, created if it does not exist.
         formats: "safetensors", "torch_export", "onnx"; a format that the module does not allow is
             an error. None: all that it allows; `left_out` gives the reasons for the others.
 
@@ -71,12 +71,12 @@ class Export:
         self.formats = formats
 
     def __call__(self, module: LightningModule) -> Written:
-        """Write the module; it is left in evaluation mode.
+        """Write the module, which is left in evaluation mode, and return the result.
 
         Raises:
             UserError: the folder is not empty, the module cannot be built again from its
-                hyper-parameters and gives no program, or a format that was asked for cannot be
-                written. The folder is then as it was.
+                hyper-parameters and gives no program, or a requested format cannot be written. The
+                folder is then as it was.
         """
         module.eval()
         written = Written()
@@ -110,7 +110,7 @@ class Export:
             _check_again(module, folder)
             written.files.append(folder / WEIGHTS)
         except UserError as error:
-            # A program needs no configuration that builds the network again.
+            # A program does not need a configuration that builds the network again.
             if not described or "safetensors" in (self.formats or ()):
                 raise
             (folder / WEIGHTS).unlink(missing_ok=True)
@@ -138,7 +138,7 @@ class Export:
                     if name not in traced:
                         traced[name] = program.trace()
                     differences[paths[name].name] = write(program, traced[name], paths[name])
-            except Exception as error:  # exporters raise about anything
+            except Exception as error:  # exporters may raise any error
                 for path in paths.values():
                     path.unlink(missing_ok=True)
                 self._leave_out(kind, error, written)
@@ -162,16 +162,16 @@ def _check_again(module: LightningModule, folder: Path) -> None:
     try:
         again = load(folder).state_dict()
     except CheckpointError as error:
-        said = f"{type(module).__name__} can't be built again: {error.message}"
-        raise UserError(said, key="export") from error
+        message = f"{type(module).__name__} can't be built again: {error.message}"
+        raise UserError(message, key="export") from error
     for name, tensor in module.state_dict().items():
         if not torch.equal(again[name], tensor.cpu().to(again[name].dtype)):
             raise UserError(f"{name} differs when the export is loaded again", key="export")
 
 
 def _cause(error: Exception) -> str:
-    """The innermost error that says something, in a line."""
-    said = error
-    while said.__cause__ is not None and str(said.__cause__).strip():
-        said = said.__cause__  # type: ignore[assignment]
-    return first_line(said, named=True)
+    """Return the innermost error that has a message, in a line."""
+    cause = error
+    while cause.__cause__ is not None and str(cause.__cause__).strip():
+        cause = cause.__cause__  # type: ignore[assignment]
+    return first_line(cause, named=True)

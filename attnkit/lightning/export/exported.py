@@ -1,9 +1,9 @@
-"""A trained module as a folder without code: config.json, which says how to build it, and weights.
+"""A trained module as a folder without code: config.json, which describes it, and weights.
 
     config.json           class and arguments, inputs and outputs, versions
     weights.safetensors   tensors and nothing else
 
-The class and all that its arguments name are checked as in any configuration (see build.py).
+The class and all names in its arguments are checked as in any configuration (see build.py).
 """
 
 import hashlib
@@ -29,15 +29,15 @@ CONFIG = "config.json"
 WEIGHTS = "weights.safetensors"
 FORMAT = "attnkit.export"
 VERSION = 1
-_TRAINING = ("optimizer", "scheduler")  # arguments that a trained module has no use for;
-_MERGED = "finetune"  # this one is left out: what is written is merged
+_TRAINING = ("optimizer", "scheduler")  # arguments that a trained module does not use
+_MERGED = "finetune"  # left out, since the weights are merged
 
 
 def load(path: Any, device: torch.device | str = "cpu") -> LightningModule:
     """Load the trained module of a folder that `run=export` wrote, in evaluation mode.
 
-    Needs no Hydra, no Trainer and no network. Nothing in the folder is run: weights are tensors,
-    and config.json may only name what any configuration may; name packages of your own with
+    It needs no Hydra, no Trainer and no network. Nothing in the folder is run: weights are tensors,
+    and config.json may only name what any configuration may; allow packages of your own with
     `attnkit.lightning.allowing("mypackage")`. Only config.json and weights.safetensors are read.
 
         module = attnkit.load("RUN_DIR")
@@ -48,11 +48,11 @@ def load(path: Any, device: torch.device | str = "cpu") -> LightningModule:
 
     Args:
         path: the folder, the run folder with `export/` in it, or its weights file.
-        device: where the weights go.
+        device: device of the loaded module.
 
     Raises:
-        CheckpointError: a file is missing, damaged or of a newer format, names what may not be
-            built, or the weights are not those of the module.
+        CheckpointError: a file is missing, damaged or of a newer format, names a class that may not
+            be built, or the weights do not fit the module.
     """
     folder = _folder(path)
     config = _read_config(folder / CONFIG)
@@ -71,7 +71,7 @@ def load(path: Any, device: torch.device | str = "cpu") -> LightningModule:
 
 
 def write_weights(module: LightningModule, path: Path) -> str:
-    """Write all tensors of `state_dict()`; the SHA-256 of the file. Tied ones stand twice."""
+    """Write all tensors of `state_dict()`, tied ones twice; return the SHA-256 of the file."""
     from safetensors.torch import save
 
     tensors = {
@@ -86,7 +86,7 @@ def write_weights(module: LightningModule, path: Path) -> str:
 def write_config(
     module: LightningModule | None, path: Path, digest: str | None = None, **facts: Any
 ) -> None:
-    """Write config.json, with these facts besides; without a module, of programs alone.
+    """Write config.json with the given facts; without a module, it describes programs alone.
 
     Raises:
         UserError: the module cannot be built again from its hyper-parameters.
@@ -104,8 +104,8 @@ def write_config(
 
 
 def _arguments(module: LightningModule) -> dict[str, Any]:
-    """Its hyper-parameters, with the defaults of attnkit's classes, which a later version may
-    change."""
+    """Return the module's hyper-parameters, with the defaults of attnkit's classes, which a later
+    version may change."""
     given = dict(module.hparams)
     missing = [
         name
@@ -146,7 +146,7 @@ def _with_defaults(node: Any) -> Any:
 
 
 def _name_of(cls: type) -> str:
-    """The shortest dotted name under which a class can be imported."""
+    """Return the shortest dotted name under which a class can be imported."""
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         raise UserError(f"{cls.__qualname__} can't be imported; put it into a module", key="export")
     package = ""

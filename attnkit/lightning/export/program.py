@@ -1,7 +1,7 @@
 """A network with described inputs as an exported and compared program: `torch.export` or ONNX.
 
-An exported program needs neither attnkit nor Python's source: `torch.export.load` runs the one,
-onnxruntime and others the other. Only sizes that are named stay open; the rest is fixed.
+An exported program needs neither attnkit nor Python's source: `torch.export.load` runs the first,
+onnxruntime and others the second. Only named sizes stay open; the rest is fixed.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from attnkit.core.contexts import shared
 from attnkit.lightning.errors import UserError
 
 ONNX_EXTRA = ("onnx", "onnxscript", "onnxruntime")
-TOLERANCE = 1e-5  # of an exported program's outputs, over their largest magnitude or 1
+TOLERANCE = 1e-5  # of a program's outputs, over their largest magnitude or 1
 
 Shape = tuple[int | str, ...]
 
@@ -31,12 +31,12 @@ Shape = tuple[int | str, ...]
 class Program:
     """A network to export, and the description of its inputs.
 
-    network: called with the inputs by position, gives one tensor.
-    sample: what draws inputs of given sizes, called with those that are named in `inputs` as
-        keywords: random tensors that are valid, by name in the order of the network's arguments.
+    network: takes the inputs by position and returns one tensor.
+    sample: draws valid inputs of given sizes. It takes the sizes named in `inputs` as keywords and
+        returns random tensors by name, in the order of the network's arguments.
     inputs: shape of each input; a string names a size that stays open ("batch").
     output: name and shape of the output.
-    about: what each input and the output is, in words.
+    about: meaning of each input and of the output, in words.
     """
 
     network: nn.Module
@@ -52,13 +52,13 @@ class Program:
         return list(dict.fromkeys(named))
 
     def draw(self, *sizes: int) -> tuple[Tensor, ...]:
-        """Inputs of these sizes, in the order of `sizes`; the same at every call."""
+        """Return inputs of these sizes, in the order of `sizes`; the same at every call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return tuple(self.sample(**dict(zip(self.sizes, sizes, strict=True))).values())
 
     def describe(self) -> dict[str, Any]:
-        """As plain data: dtype, shape and meaning of each input and of the output."""
+        """Return dtype, shape and meaning of each input and of the output as plain data."""
         drawn = dict(zip(self.inputs, self.draw(*self._traced()), strict=True))
         inputs = {
             name: {
@@ -73,7 +73,7 @@ class Program:
         return {"inputs": inputs, "outputs": {name: output}}
 
     def trace(self) -> ExportedProgram:
-        """The network as a graph of torch's own operators."""
+        """Return the network as a graph of torch's own operators."""
         dims = {size: Dim(size) for size in self.sizes}
         dynamic = tuple(
             {place: dims[size] for place, size in enumerate(shape) if isinstance(size, str)}
@@ -86,8 +86,8 @@ class Program:
             )
 
     def difference(self, run: Callable[..., Tensor]) -> float:
-        """The largest difference of another form's outputs, over their largest magnitude or 1, at
-        several sizes; an error if it is more than `TOLERANCE`."""
+        """Return the largest difference of another form's outputs, over their largest magnitude or
+        1, at several sizes; raise ValueError if it is more than `TOLERANCE`."""
         largest = 0.0
         for number in (1, 3, 5):
             inputs = self.draw(*(number + 6 * place for place, _ in enumerate(self.sizes)))
@@ -98,18 +98,18 @@ class Program:
                     f"its output is {list(found.shape)}, expected {list(wanted.shape)}"
                 )
             apart = float((found - wanted).abs().max()) / max(1.0, float(wanted.abs().max()))
-            if not apart <= TOLERANCE:  # a NaN is not
+            if not apart <= TOLERANCE:  # true for NaN, too
                 raise ValueError(f"its outputs differ by {apart:.1e} from the network's")
             largest = max(largest, apart)
         return largest
 
     def _traced(self) -> list[int]:
-        # none is 0 or 1, which torch.export takes for constants, and no two are equal
+        # no size is 0 or 1, which torch.export takes for constants, and no two are equal
         return [2 + 3 * place for place, _ in enumerate(self.sizes)]
 
 
 def write_torch_export(program: Program, exported: ExportedProgram, path: Path) -> float:
-    """Write a program for `torch.export.load`; its largest difference from the network."""
+    """Write a program for `torch.export.load`; return its largest difference from the network."""
     with _quiet():
         torch.export.save(exported, path)
         reloaded = torch.export.load(path).module()
@@ -117,14 +117,14 @@ def write_torch_export(program: Program, exported: ExportedProgram, path: Path) 
 
 
 def check_onnx() -> None:
-    """UserError if the extra `onnx` is not installed."""
+    """Raise UserError if the extra `onnx` is not installed."""
     if missing := [name for name in ONNX_EXTRA if find_spec(name) is None]:
         needs = f"needs {', '.join(missing)}: not installed\n  pip install 'attnkit[onnx]'"
         raise UserError(needs, key="onnx")
 
 
 def write_onnx(program: Program, exported: ExportedProgram, path: Path) -> float:
-    """Write a program in ONNX's form; its largest difference from the network in onnxruntime."""
+    """Write a program for ONNX; return its largest difference from the network in onnxruntime."""
     import onnxruntime
 
     with torch.no_grad(), _quiet():
@@ -148,7 +148,7 @@ def write_onnx(program: Program, exported: ExportedProgram, path: Path) -> float
 
 
 class _Positional(nn.Module):
-    """So that every network's inputs are seen as one list, whatever its arguments are called."""
+    """A network that takes its inputs as one list, whatever its arguments are called."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Positional(nn.Module):
 
 
 def _quiet() -> contextlib.AbstractContextManager[None]:
-    """Exporters print their steps and log their insides; what fails raises anyway."""
+    """Return a context that mutes exporters, which print their steps; failures raise anyway."""
     return shared("exporters", _muted)
 
 
@@ -168,11 +168,11 @@ def _muted() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        said = io.StringIO()
+        printed = io.StringIO()
         with (
             warnings.catch_warnings(),
-            contextlib.redirect_stdout(said),
-            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
         ):
             warnings.simplefilter("ignore")
             yield

@@ -1,7 +1,7 @@
-"""What a module checks before it is trained: its network, and the learning rates of its optimizer.
+"""Checks of a module before it is trained: its network, and the learning rates of its optimizer.
 
-A checkpoint must build the network that was trained, and an optimizer that a user makes must heed
-the learning rates of fine-tuning.
+A checkpoint must build the network that was trained, and a user's own optimizer must use the
+learning rates of fine-tuning.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class NetworkAsBuilt(Callback):
     """Refuses to train a network that was changed after it was built from a configuration.
 
     Its checkpoints could not be loaded: the configuration in them builds the network without the
-    change, as where `insert_attention` was called on it.
+    change, such as a call of `insert_attention`.
 
     Args:
-        shapes: of the network when the module was made (`shapes_of`).
+        shapes: shapes of the network when the module was created (`shapes_of`).
     """
 
     def __init__(self, shapes: Shapes) -> None:
@@ -34,7 +34,7 @@ class NetworkAsBuilt(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         changed = _apart(self.shapes, shapes_of(pl_module.model))  # type: ignore[arg-type]
-        # The class of the user's own may make the change each time that it is built.
+        # A class of the user's own may make the change each time it is built.
         if changed and _apart(_built_again(pl_module), shapes_of(pl_module.model)):  # type: ignore[arg-type]
             name = type(pl_module).__name__
             more = " …" if len(changed) > 2 else ""
@@ -47,13 +47,13 @@ class NetworkAsBuilt(Callback):
 
 
 def shapes_of(network: nn.Module) -> Shapes:
-    """The shapes of all tensors of a state dict by name; None: not known before the first batch."""
+    """Return the shape of each tensor of a state dict; None: unknown before the first batch."""
     state = network.state_dict(keep_vars=True)
     return {name: None if is_lazy(t) else tuple(t.shape) for name, t in state.items()}
 
 
 def _apart(built: Shapes | None, here: Shapes) -> list[str]:
-    """The names of tensors that only one of both has, or of another shape."""
+    """Return the names of tensors that only one side has, or whose shapes differ."""
     if built is None:
         return []
     names = dict.fromkeys([*here, *built])
@@ -67,18 +67,18 @@ def _apart(built: Shapes | None, here: Shapes) -> list[str]:
 
 
 def _built_again(module: Any) -> Shapes | None:
-    """The shapes of the network that the hyper-parameters build; None: they build none."""
+    """Return the shapes of the network that the hyper-parameters build; None if they cannot."""
     try:
         return shapes_of(type(module)(**module.hparams).model)
-    except Exception:  # of arguments that were objects, which load_from_checkpoint asks for
+    except Exception:  # arguments that were objects are missing
         return None
 
 
 class RatesAreHeeded(Callback):
-    """Refuses to train where `layer_decay` and `head_lr` would do nothing.
+    """Refuses to train if `layer_decay` and `head_lr` would have no effect.
 
-    That is, where all parameters have one learning rate though the network was fine-tuned with
-    several, or a group has still an `lr_scale`, which only schedules of timm's read.
+    All parameters then have one learning rate, although the network was fine-tuned with several, or
+    a group still has an `lr_scale`, which only timm's schedules read.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""What tasks that give each sample one of several classes have in common."""
+"""The base class of tasks that give each sample one of several classes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -34,12 +34,12 @@ MAX_COLUMNS = 1000  # classes with a column each in predictions.csv
 
 
 class ClassificationModule(TaskModule):
-    """A `TaskModule` with the losses and metrics of classification; the subclass writes the steps.
+    """A `TaskModule` with the losses and metrics of classification; subclasses define the steps.
 
-    Logged at the end of an epoch, each the exact mean over its samples, under any number of
-    processes: `train/loss`, and of validation and test `val/loss`, `val/accuracy`,
-    `val/balanced_accuracy` (the mean recall of the classes), `val/f1` (the mean F1 of the classes)
-    and what a subclass adds in `metrics()`.
+    At the end of an epoch it logs exact means over the samples, under any number of processes:
+    `train/loss`, and for validation and test `val/loss`, `val/accuracy`, `val/balanced_accuracy`
+    (the mean recall of the classes), `val/f1` (the mean F1 of the classes) and the metrics that a
+    subclass adds in `metrics()`.
 
     A test ends with a table of precision, recall and F1 of each class on screen; they stay in
     `class_scores`, and the confusion matrix (true × predicted, up to 1,000 classes) in `confusion`.
@@ -49,11 +49,11 @@ class ClassificationModule(TaskModule):
         model: see `TaskModule`.
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
-        class_names: for tables and pictures; "0", "1", … unless given.
-        class_weights: factor of each class in the training loss: a list in their order, a mapping
-            from their names, or "balanced": samples / (classes · samples of the class), over the
-            `train_labels` of the data. The mean of a batch is over its samples, not over their
-            weights. The subclass hands `class_weights` to its loss.
+        class_names: names for tables and pictures; None: "0", "1", ….
+        class_weights: factor of each class in the training loss: a list in the order of classes, a
+            mapping from their names, or "balanced": samples / (classes · samples of the class),
+            over the `train_labels` of the data. The mean of a batch is over its samples, not over
+            their weights. The subclass passes `class_weights` to its loss.
     """
 
     class_weights: Tensor | None
@@ -95,9 +95,9 @@ class ClassificationModule(TaskModule):
         self.confusion: Tensor | None = None
 
     def metrics(self) -> dict[str, Metric]:
-        """New metrics of logits [samples, num_classes] and labels, by the name they are logged by.
+        """Return new metrics of logits [samples, num_classes] and labels, by their logged names.
 
-        Made once for validation and once for the test; `loss` comes by itself.
+        It is called once for validation and once for the test; `loss` is added to them.
         """
         options: dict[str, Any] = {"num_classes": self.num_classes, "validate_args": False}
         return {
@@ -110,9 +110,9 @@ class ClassificationModule(TaskModule):
         """Log `train/loss`, the mean over the epoch of the losses [samples] of its batches.
 
         Args:
-            losses: what is minimised, [samples].
-            plain: where that is not plain cross-entropy, this is: `train/plain_loss`, which
-                compares with `val/loss`.
+            losses: minimised losses, [samples].
+            plain: plain cross-entropy, if `losses` is another loss; it is logged as
+                `train/plain_loss`, which compares with `val/loss`.
         """
         self.train_loss.update(losses.detach())
         self._log("train/loss", self.train_loss, on_step=False, on_epoch=True)
@@ -121,10 +121,10 @@ class ClassificationModule(TaskModule):
             self._log("train/plain_loss", self.train_plain_loss, on_step=False, on_epoch=True)
 
     def evaluate(self, stage: str, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch in the metrics of `stage`, "val" or "test".
+        """Add a batch to the metrics of `stage`, "val" or "test".
 
         Args:
-            stage: which metrics.
+            stage: the stage whose metrics are updated.
             logits: [samples, num_classes].
             labels: [samples].
         """
@@ -143,7 +143,7 @@ class ClassificationModule(TaskModule):
                 self.test_confusion.update(predicted, labels)
 
     def _log(self, name: str, metric: Metric, **options: Any) -> None:
-        """`self.log` of a metric that is always logged with these options."""
+        """Log a metric that is always logged with these options."""
         if not private.log_again(self, name, metric):
             self.log(name, metric, **options)
 
@@ -161,10 +161,10 @@ class ClassificationModule(TaskModule):
             )
 
     def on_fit_start(self) -> None:
-        """UserError if a callback or the schedule follows a metric that is never logged, or takes
-        its worst value for the best."""
+        """Raise UserError if a callback or the schedule monitors a metric that is never logged, or
+        takes its worst value for the best."""
         validation = {f"val/{name}": metric for name, metric in self.val_metrics.items()}
-        if validates_as_known(type(self)):  # a class of the user's may log more
+        if validates_as_known(type(self)):  # a user's own class may log more
             check_monitors(self.trainer, validation)
         else:
             check_directions(self.trainer, validation)
@@ -183,7 +183,7 @@ class ClassificationModule(TaskModule):
         self.class_weights = weights.float().to(self.device)
 
     def class_counts(self) -> Tensor | None:
-        """How many training samples each class has; None where the data do not say."""
+        """Return the number of training samples of each class; None if the data do not tell."""
         labels = getattr(getattr(self.trainer, "datamodule", None), "train_labels", None)
         return None if labels is None else torch.bincount(labels, minlength=self.num_classes)
 
@@ -201,7 +201,7 @@ class ClassificationModule(TaskModule):
 
 
 class BalancedAccuracy(MulticlassStatScores):
-    """The mean recall of the classes that there are samples of, as scikit-learn's."""
+    """The mean recall of the classes that have samples, as in scikit-learn."""
 
     higher_is_better = True
 
@@ -211,7 +211,7 @@ class BalancedAccuracy(MulticlassStatScores):
 
 
 def _checked_weights(given: Any, class_names: Sequence[str]) -> Tensor:
-    """The weights in the order of the classes; ValueError if they are not one for each."""
+    """Return the weights in the order of the classes; raise ValueError unless each has one."""
     if isinstance(given, Mapping):
         by_name = {str(name): weight for name, weight in given.items()}
         unknown = [name for name in by_name if name not in class_names]
@@ -239,7 +239,7 @@ def _checked_weights(given: Any, class_names: Sequence[str]) -> Tensor:
 def probability_columns(
     class_names: Sequence[str], probabilities: Tensor
 ) -> dict[str, list[float]]:
-    """`p(<class>)` for each class of probabilities [samples, classes]; none of more than 1,000."""
+    """Return columns `p(<class>)` of probabilities [samples, classes]; none for over 1,000."""
     if len(class_names) > MAX_COLUMNS:
         return {}
     columns = zip(class_names, probabilities.T.tolist(), strict=True)
@@ -247,7 +247,7 @@ def probability_columns(
 
 
 def mean_of_losses() -> MeanMetric:
-    """A mean over an epoch, of one value per sample."""
+    """Return a metric that averages one value per sample over an epoch."""
     # A NaN must show in the result, and looking for one would stop the GPU at every step. With
     # "disable", torchmetrics 1.9 also ignores the weights of its values: give it one per sample.
     return MeanMetric(nan_strategy="disable")

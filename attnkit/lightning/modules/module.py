@@ -1,4 +1,4 @@
-"""The LightningModule that attnkit's tasks, and users' own, extend."""
+"""The base LightningModule of attnkit's tasks and of users' own."""
 
 import inspect
 import io
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class TaskModule(KnowsItsTraining):
-    """A model, its optimizer and its schedule; the subclass writes `training_step` and the rest.
+    """A model, its optimizer and its schedule; subclasses define `training_step` and the rest.
 
-    Every argument of the subclass's own constructor becomes a hyper-parameter if it is plain (dict,
-    list, str, number, bool, None), and nothing else does: checkpoints always load with
-    `weights_only=True`. With `model` given as a configuration, `load_from_checkpoint(path)` alone
-    builds the module again; a model given as an object has to be passed again, as usual with
-    Lightning, and so does a callable optimizer or scheduler if training is to go on.
+    An argument of the subclass's own constructor becomes a hyper-parameter only if it is plain
+    (dict, list, str, number, bool, None), so that checkpoints always load with `weights_only=True`.
+    With `model` given as a configuration, `load_from_checkpoint(path)` alone builds the module
+    again; a model given as an object has to be passed again, as usual with Lightning, and so has a
+    callable optimizer or scheduler if training is to continue.
 
     Args:
         model: the network, or its configuration (`{"_target_": "attnkit.ViT", …}`).
@@ -49,9 +49,9 @@ class TaskModule(KnowsItsTraining):
             It is stepped after every optimizer step, `Plateau` after every epoch; if it takes
             `total_steps` or `steps_per_epoch`, it is given the number of optimizer steps in the run
             or in an epoch.
-        finetune: what is trained of the model: a function that is called with it
+        finetune: selects what is trained of the model: a function that is called with it
             (`functools.partial(attnkit.finetune.lora, rank=8)`), a configuration of one, or None:
-            everything. A checkpoint holds the whole model, and knows how from the configuration.
+            everything. A checkpoint holds the whole model, and rebuilds it by the configuration.
 
     Examples:
         >>> class Classifier(TaskModule):
@@ -72,7 +72,7 @@ class TaskModule(KnowsItsTraining):
         super().__init__()
         self._save_plain_hyperparameters(sys._getframe())
 
-        # Her own package needs no permission: her class of it is running already.
+        # The user's own package needs no permission: a class of it is running already.
         self._own_package = type(self).__module__.partition(".")[0]
         if is_configured := isinstance(model, Mapping):
             model = self._build(model, "model")
@@ -103,10 +103,10 @@ class TaskModule(KnowsItsTraining):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **when}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """The module's own callbacks: `CachedFeatures` if its head alone is trained, and checks
-        that the network is the one that its configuration builds, and that an optimizer of the
-        user's own heeds the learning rates of fine-tuning. They take part in training only."""
-        if not self.trainer.training:  # else Lightning says that a test replaces those of the fit
+        """Return the module's own callbacks: `CachedFeatures` if its head alone is trained, and
+        checks that the network is the one that its configuration builds, and that a user's own
+        optimizer uses the learning rates of fine-tuning. They take part in training only."""
+        if not self.trainer.training:  # or Lightning reports that a test replaces them
             return []
         found = finetuned(self)
         callbacks: list[Callback] = []
@@ -121,26 +121,26 @@ class TaskModule(KnowsItsTraining):
         return callbacks
 
     def programs(self) -> dict[str, "Program"]:
-        """The exported programs that `Export` writes, by name; for subclasses to override."""
+        """Return the exported programs that `Export` writes, by name; subclasses override it."""
         return {}
 
     def facts(self) -> dict[str, Any]:
-        """What else users of the programs need to know, as plain data: classes, words, …"""
+        """Return what else users of the programs need, as plain data: classes, words, …"""
         return {}
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
         cls, checkpoint_path: Any, *, weights_only: bool | None = True, **kwargs: Any
     ) -> Any:
-        """Lightning's `load_from_checkpoint`, of an intact file; weights only unless told not to.
+        """Load an intact file as Lightning's `load_from_checkpoint` does, weights only.
 
         No code in the file is run. The classes that its hyper-parameters name are checked as in
         any configuration.
 
         Raises:
-            CheckpointError: the file is a URL, not there, not intact, or holds code.
-            UserError: it names a class that may not be built, or arguments that were objects in
-                training are missing and must be passed again.
+            CheckpointError: the file is a URL, missing, damaged, or holds code.
+            UserError: `weights_only=False`; the file names a class that may not be built; or
+                arguments that were objects in training are missing and must be passed again.
         """
         if weights_only is False:
             raise UserError("weights_only=False would run code that the file holds")
@@ -185,7 +185,7 @@ class TaskModule(KnowsItsTraining):
         return build(node, allow=(self._own_package,), at=at)
 
     def _factory(self, given: Any, at: str) -> Callable[..., Any] | None:
-        """A callable that makes the optimizer or scheduler; built now, so errors come at once."""
+        """Return the callable of an optimizer or scheduler; built now, so errors come at once."""
         if isinstance(given, Mapping):
             if "_target_" not in given:
                 raise UserError(f"{at}: expected a _target_, got the keys {', '.join(given)}")
@@ -198,7 +198,7 @@ class TaskModule(KnowsItsTraining):
         make = self._factory(finetune, "finetune")
         if make is None:
             return model
-        # What is frozen is in evaluation mode, as it was asked for.
+        # Frozen parts are in evaluation mode on purpose.
         warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode at the start")
         try:
             found = make(model)
@@ -217,7 +217,7 @@ class TaskModule(KnowsItsTraining):
         return scale_learning_rates(_called(self._optimizer, "optimizer", groups))
 
     def make_scheduler(self, optimizer: Optimizer) -> LRScheduler:
-        """The schedule of an optimizer, for the steps that the trainer is to make as it is now."""
+        """Return the schedule of an optimizer for the number of steps that the trainer has now."""
         make = self._scheduler or warmup_cosine
         arguments = {}
         parameters = inspect.signature(make).parameters
@@ -230,7 +230,7 @@ class TaskModule(KnowsItsTraining):
         if wanted:
             try:
                 total_steps = self.trainer.estimated_stepping_batches
-            except UserError:  # of the data, which it loads
+            except UserError:  # an error of the data, which are loaded here
                 raise
             except ValueError as error:
                 raise UserError(f"trainer: {str(error).partition('. ')[0]}") from error
@@ -250,7 +250,7 @@ class TaskModule(KnowsItsTraining):
 
 
 def _required(cls: type) -> list[str]:
-    """Arguments without a default, of a class and of those that it hands its `**kwargs` to."""
+    """Return the arguments without a default of a class and of the bases given its `**kwargs`."""
     required: dict[str, None] = {}
     for init in (vars(each)["__init__"] for each in cls.__mro__ if "__init__" in vars(each)):
         _, *arguments = inspect.signature(init).parameters.values()
@@ -273,9 +273,9 @@ def _called(make: Callable[..., Any], at: str, *args: Any, **kwargs: Any) -> Any
 
 
 def untrained(node: Any) -> Any:
-    """A configuration that asks for no pretrained weights, for what a checkpoint is loaded into.
+    """Return a configuration without pretrained weights, into which a checkpoint is loaded.
 
-    Otherwise they would be read or downloaded again, to be overwritten at once, and could be gone.
+    Otherwise they would be read or downloaded again, only to be overwritten, and could be gone.
     """
     if isinstance(node, list):
         return [untrained(value) for value in node]
@@ -293,7 +293,7 @@ _NOT_PLAIN = object()
 
 
 def _plain(value: Any) -> Any:
-    """`value` as plain data (a path as a string), or `_NOT_PLAIN` if it holds anything else."""
+    """Return `value` as plain data (a path as a string), or `_NOT_PLAIN` if that is impossible."""
     if type(value) in (bool, int, float, str, type(None)):
         return value
     if isinstance(value, os.PathLike):

@@ -1,4 +1,4 @@
-"""Optimizers: which parameters are decayed, the learning rates of layers and head, and Muon."""
+"""Optimizers: weight decay by parameter, learning rates of layers and head, and Muon."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -19,20 +19,20 @@ def parameter_groups(
     layer_decay: float | None = None,
     head_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Optimizer groups: parameters with and without weight decay, by learning rate.
+    """Return optimizer groups: parameters with and without weight decay, by learning rate.
 
-    Not decayed are vectors and scalars (biases, norms, layer scales) and what any submodule names
+    Vectors and scalars (biases, norms, layer scales) are not decayed, nor is what a submodule names
     in its `no_weight_decay()` (attnkit's and timm's models: positions, class token). Frozen
     parameters are left out; a shared parameter is listed once. There are two groups, or with layer
     decay two for each layer.
 
     Args:
-        module: whose parameters are grouped.
-        weight_decay: of the first group; None leaves it to the optimizer's own setting.
-        layer_decay: the learning rate of a layer over that of the next, the head's being the
+        module: module whose parameters are grouped.
+        weight_decay: weight decay of the first group; None leaves it to the optimizer's setting.
+        layer_decay: ratio of a layer's learning rate to that of the next layer; the head has the
             optimizer's: see `attnkit.finetune.full`. Each group then has an `lr_scale`, by which
-            `scale_learning_rates` multiplies. None: what the module was fine-tuned with.
-        head_lr: the head's own learning rate; None likewise.
+            `scale_learning_rates` multiplies. None: the value of the module's fine-tuning.
+        head_lr: learning rate of the head; None: the value of the module's fine-tuning.
     """
     rate = _rates(module, layer_decay, head_lr)
     exempt: set[str] = set()
@@ -57,9 +57,9 @@ def parameter_groups(
 
 
 def scale_learning_rates(optimizer: Optimizer) -> Optimizer:
-    """Multiply each group's learning rate by its `lr_scale`, if it has one; returns the optimizer.
+    """Multiply each group's learning rate by its `lr_scale`, if it has one; return the optimizer.
 
-    To be called once, before a schedule is made. A `TaskModule` does.
+    Call it once, before a schedule is made. A `TaskModule` does.
     """
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * group.pop("lr_scale", 1.0)
@@ -69,7 +69,7 @@ def scale_learning_rates(optimizer: Optimizer) -> Optimizer:
 def _rates(
     module: nn.Module, layer_decay: float | None, head_lr: float | None
 ) -> Callable[[str], dict[str, float]]:
-    """What says the learning rate of a parameter, by its name."""
+    """Return a function from a parameter's name to its learning rate or scale."""
     prefix, network, head = "", module, None
     if (found := finetuned(module)) is not None:
         prefix, network, record = found
@@ -110,29 +110,29 @@ def muon(
 
     A step of Muon has singular values of about 1: it moves directions of small gradients as far as
     those of large ones, which shortens the plateaus before attention finds out where to look.
-    AdamW gets what Muon cannot treat (vectors) and what is not a map from vectors to vectors: the
-    group that `parameter_groups` does not decay, of embeddings and positions.
+    AdamW gets what Muon cannot treat (vectors) and what does not map vectors to vectors: the group
+    that `parameter_groups` does not decay, with embeddings and positions.
 
     Args:
-        groups: of `parameter_groups`.
-        lr, weight_decay: of both, as Muon's steps are scaled to the size that AdamW's have.
-        momentum: of Muon.
+        groups: groups of `parameter_groups`.
+        lr, weight_decay: settings of both, as Muon's steps are scaled to the size of AdamW's.
+        momentum: momentum of Muon.
         nesterov: whether both look ahead.
-        ns_steps, ns_coefficients: of Newton and Schulz's iteration, by their names in timm.
-        betas: of AdamW.
+        ns_steps, ns_coefficients: settings of Newton and Schulz's iteration, as named in timm.
+        betas: betas of AdamW.
 
     Raises:
-        ValueError: a number that is out of its range, or coefficients of another name.
+        ValueError: a number out of its range, or unknown coefficients.
     """
     choice(get_args(Coefficients), ns_coefficients=ns_coefficients)
     at_least(1, ns_steps=ns_steps)
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas: expected two numbers in [0, 1), got {betas}")
-    from timm.optim import Muon  # a second that other optimizers need not wait
+    from timm.optim import Muon  # takes a second, only for this optimizer
 
-    told = [{**group, "use_fallback": group.get("weight_decay") == 0.0} for group in groups]
+    given = [{**group, "use_fallback": group.get("weight_decay") == 0.0} for group in groups]
     return Muon(
-        told,
+        given,
         lr=lr,
         weight_decay=weight_decay,
         momentum=momentum,

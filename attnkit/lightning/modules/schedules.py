@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a warm-up and what comes after it, or a metric that stops improving."""
+"""Learning-rate schedules: a warm-up and a decay, or a drop when a metric stops improving."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def warmup_cosine(
 ) -> LRScheduler:
     """Linear warm-up, then half a cosine down to `min_lr_fraction` of each group's learning rate.
 
-    To be stepped once per optimizer step. With W steps of warm-up, step t < W uses
+    Step it once per optimizer step. With W steps of warm-up, step t < W uses
     (t + 1) / (W + 1) of the learning rate, step t ≥ W uses m + (1 - m)(1 + cos πp) / 2 with
     p = (t - W) / (total_steps - W). Cosine: Loshchilov and Hutter, SGDR, 2017, without restarts.
 
@@ -31,12 +31,12 @@ def warmup_cosine(
     learning rate, the floor is relative, so groups with different learning rates keep their ratio.
 
     Args:
-        optimizer: whose learning rates are scaled.
+        optimizer: optimizer whose learning rates are scaled.
         total_steps: optimizer steps in the whole run.
         steps_per_epoch: optimizer steps in an epoch; `warmup_epochs` needs it.
         warmup_fraction: share of the steps spent warming up, in [0, 1).
-        warmup_epochs: epochs spent warming up, or
-        warmup_steps: steps, in place of the share.
+        warmup_epochs: epochs spent warming up, in place of the share.
+        warmup_steps: steps spent warming up, in place of the share.
         min_lr_fraction: learning rate at the end, relative to the highest, in [0, 1].
     """
     up_to_1(min_lr_fraction=min_lr_fraction)
@@ -63,7 +63,7 @@ def warmup_polynomial(
     """Linear warm-up, then m + (1 - m)(1 - p)^power, p from 0 to 1; a straight line with power 1.
 
     Args:
-        optimizer: whose learning rates are scaled.
+        optimizer: optimizer whose learning rates are scaled.
         power: 0 leaves the learning rate as it is after the warm-up.
         min_lr_fraction: m, the learning rate at the end, relative to the highest, in [0, 1].
 
@@ -98,7 +98,7 @@ def warmup_step(
     `MultiStepLR`.
 
     Args:
-        optimizer: whose learning rates are scaled.
+        optimizer: optimizer whose learning rates are scaled.
         gamma: factor of each step, in (0, 1].
         every_epochs: epochs from one step to the next; 30 if neither is given.
         at_epochs: epochs after which there is a step, in place of `every_epochs`.
@@ -122,14 +122,14 @@ def warmup_step(
 
 
 class Plateau(ReduceLROnPlateau):
-    """torch's `ReduceLROnPlateau`, stepped once an epoch with the metric it is given by name.
+    """torch's `ReduceLROnPlateau`, stepped once an epoch with the metric named `monitor`.
 
     Args:
-        optimizer: whose learning rates are lowered.
+        optimizer: optimizer whose learning rates are lowered.
         monitor: the name of the metric, as it is logged.
-        mode: whether less of it is better, "min", or more, "max"; None: as is known by its name.
-        factor: of the learning rate, when the metric has not improved for `patience` epochs.
-        **options: the others of torch's.
+        mode: "min" if less of it is better, "max" if more is; None: known by its name.
+        factor: factor of the learning rate if the metric has not improved for `patience` epochs.
+        **options: further arguments of torch's class.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ def _warmup(
     epochs: float | None,
     steps: int | None,
 ) -> int:
-    """Steps of the warm-up."""
+    """Return the number of steps of the warm-up."""
     at_least(1, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
     at_least(0, warmup_epochs=epochs, warmup_steps=steps)
     share(warmup_fraction=fraction)
@@ -169,7 +169,7 @@ def _warmup(
 
 
 def _progress(step: int, warmup: int, total_steps: int) -> float:
-    """How much of the steps after the warm-up is done, from 0 to 1."""
+    """Return the share of the steps after the warm-up that is done, from 0 to 1."""
     return min((step - warmup) / max(total_steps - warmup, 1), 1.0)
 
 

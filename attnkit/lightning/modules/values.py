@@ -1,4 +1,4 @@
-"""What tasks that give each sample several labels, or numbers, have in common."""
+"""The base class of tasks that give each sample several labels, or numbers."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,30 +25,30 @@ from attnkit.lightning.modules.monitors import (
 
 
 class ValuesModule(TaskModule):
-    """A `TaskModule` that learns several labels, or numbers, of each sample; NaN does not count.
+    """A `TaskModule` that learns several labels, or numbers, of each sample; NaN is ignored.
 
-    - "labels": each 0 or 1; binary cross-entropy of logits. Logged of validation and test:
-      `accuracy`, the share of right labels, `micro_f1`, the F1 of all labels of all samples as if
-      they were of one, and `auroc` and `average_precision`, the means over those labels that have
-      both 0 and 1 (NaN if none has).
+    - "labels": each 0 or 1; binary cross-entropy of logits. Logged for validation and test:
+      `accuracy`, the share of right labels, `micro_f1`, the F1 over all labels of all samples
+      together, and `auroc` and `average_precision`, the means over the labels that have both 0 and
+      1 (NaN if none has).
     - "numbers": the absolute error, in units of each number's deviation over `train_labels` of the
-      data. What the module returns is in the units of the data. Logged: `mae` and `rmse`, in these.
+      data. The module returns numbers in the units of the data. Logged: `mae` and `rmse`, in these.
 
     `train/loss`, `val/loss` and `test/loss` are means over all known values; everything is exact
     under any number of processes.
 
     Args:
-        model: samples to [samples, num_outputs]; see `TaskModule`.
+        model: maps samples to [samples, num_outputs]; see `TaskModule`.
         optimizer, scheduler, finetune: see `TaskModule`.
         target: "labels" or "numbers".
-        num_outputs: labels or numbers of a sample.
-        class_names: of these, for tables; "0", "1", … unless given.
+        num_outputs: number of labels or numbers of a sample.
+        class_names: names of these, for tables; None: "0", "1", ….
     """
 
     level: str
-    """Which `level` learns classes instead."""
+    """The value of `level` with which classes are learned instead."""
     first_columns: tuple[str, ...]
-    """Of predictions.csv, before those of what is learned."""
+    """The columns of predictions.csv before those of the learned values."""
     target_mean: Tensor
     target_deviation: Tensor
 
@@ -63,7 +63,7 @@ class ValuesModule(TaskModule):
         num_outputs: int,
         class_names: Sequence[str] | None = None,
     ) -> None:
-        if target is None or str(target) == "classes":  # what data are unless they are told
+        if target is None or str(target) == "classes":  # the default of data
             raise UserError(
                 f"data.target: expected labels or numbers, which {type(self).__name__} learns, got "
                 f"classes; level={self.level} learns classes"
@@ -86,7 +86,7 @@ class ValuesModule(TaskModule):
                 f"{' and '.join(self.first_columns)} of predictions.csv, got {twice[0]!r}; rename "
                 "it in the data"
             )
-        if target == "numbers":  # of the training data, so that a checkpoint predicts in its units
+        if target == "numbers":  # statistics of the training data, for predictions in its units
             self.register_buffer("target_mean", torch.zeros(num_outputs))
             self.register_buffer("target_deviation", torch.ones(num_outputs))
         self.train_loss = mean_of_losses()
@@ -94,9 +94,9 @@ class ValuesModule(TaskModule):
         self.test_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
 
     def metrics(self) -> dict[str, Metric]:
-        """New metrics of outputs and truth [samples, num_outputs], by the name they are logged by.
+        """Return new metrics of outputs and truth [samples, num_outputs], by their logged names.
 
-        Made once for validation and once for the test; `loss` comes by itself.
+        It is called once for validation and once for the test; `loss` is added to them.
         """
         if self.target == "labels":
             return {
@@ -111,24 +111,24 @@ class ValuesModule(TaskModule):
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns: logits of labels; numbers in the units of the data."""
+        """Return the model's outputs: logits of labels, or numbers in the units of the data."""
         return self.in_units(super().forward(*args, **kwargs))
 
     def in_units(self, outputs: Tensor) -> Tensor:
-        """What the model returns, as `forward` does: numbers in the units of the data."""
+        """Convert the model's outputs as `forward` does: numbers to the units of the data."""
         if self.target == "labels":
             return outputs
         return outputs * self.target_deviation + self.target_mean
 
     def loss(self, outputs: Tensor, truth: Tensor) -> Tensor:
-        """What is minimised of a batch in training, logged; 0 of a batch without known values."""
+        """Return and log the minimised loss of a batch; 0 for a batch without known values."""
         losses = self.losses(outputs, truth)
         self.log_train_loss(losses)
         return losses.sum() / max(1, losses.numel())
 
     def columns(self, outputs: Tensor) -> dict[str, list[Any]]:
-        """`p(<label>)`, the probability of each label, or, of more than 1,000 labels, `labels`,
-        those above 0.5 with their probability; or each number by its name."""
+        """Return the probability of each label as `p(<label>)`; for more than 1,000 labels a column
+        `labels`, with those above 0.5 and their probability; or each number by its name."""
         outputs = outputs.float()
         if self.target == "labels":
             rows, names = outputs.sigmoid().cpu(), self.class_names
@@ -142,13 +142,13 @@ class ValuesModule(TaskModule):
         return dict(zip(self.class_names, outputs.T.tolist(), strict=True))
 
     def meaning(self) -> str:
-        """What the outputs of an exported program are."""
+        """Describe the outputs of an exported program."""
         if self.target == "labels":
             return "logits of the labels: the logistic function makes probabilities of them"
         return "numbers, in the units of the data"
 
     def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
-        """The loss of each known value, [values], of outputs and truth [samples, num_outputs]."""
+        """Return the loss of each known value, [values], of outputs and truth."""
         known = ~truth.isnan()
         outputs, truth = outputs.float(), torch.where(known, truth, 0.0)
         if self.target == "labels":
@@ -163,7 +163,7 @@ class ValuesModule(TaskModule):
         self._log("train/loss", self.train_loss, on_step=False, on_epoch=True)
 
     def evaluate(self, stage: str, outputs: Tensor, truth: Tensor) -> None:
-        """Count a batch, outputs and truth [samples, num_outputs], in the metrics of "val" or
+        """Add a batch, outputs and truth [samples, num_outputs], to the metrics of "val" or
         "test"."""
         outputs = outputs.float()
         for name, module in (self.val_metrics if stage == "val" else self.test_metrics).items():
@@ -188,8 +188,8 @@ class ValuesModule(TaskModule):
             )
 
     def on_fit_start(self) -> None:
-        """The mean and deviation of numbers in training; UserError if a callback or the schedule
-        follows a metric that is never logged, or takes its worst value for the best."""
+        """Set the mean and deviation of numbers in training; raise UserError if a callback or the
+        schedule monitors a metric that is never logged, or takes its worst value for the best."""
         validation = {f"val/{name}": metric for name, metric in self.val_metrics.items()}
         (check_monitors if validates_as_known(type(self)) else check_directions)(
             self.trainer, validation
@@ -205,7 +205,7 @@ class ValuesModule(TaskModule):
 
 
 def _is_right(outputs: Tensor, truth: Tensor, reduction: str) -> Tensor:
-    """1 where the more probable label is the true one."""
+    """Return 1 where the more probable label is the true one, else 0."""
     return ((outputs > 0) == truth).float()
 
 
@@ -213,8 +213,8 @@ class MeanOfKnown(Metric):
     """The mean of a function of outputs and truth over all known values.
 
     Args:
-        of: such as torch's `l1_loss`: takes outputs, truth [values] and reduction="none".
-        root: take the square root of the mean.
+        of: function such as torch's `l1_loss`, of outputs, truth [values] and reduction="none".
+        root: whether to take the square root of the mean.
     """
 
     full_state_update = False
@@ -240,14 +240,14 @@ class MeanOfKnown(Metric):
 
 
 class MeanError(MeanOfKnown):
-    """The mean of a function that is better the lower it is."""
+    """A `MeanOfKnown` of a function that is better the lower it is."""
 
     higher_is_better = False
 
 
 class MicroF1(Metric):
-    """2 · right ones / (ones that are predicted + true ones) over all known labels of all samples;
-    a logit above 0 predicts a one. 0 where there is none."""
+    """2 · correctly predicted ones / (predicted ones + true ones) over all known labels of all
+    samples; a logit above 0 predicts a one. The metric is 0 without ones."""
 
     full_state_update = False
     higher_is_better = True
@@ -295,7 +295,7 @@ class MeanOverLabels(AllValues):
     """The mean of a score over those labels that have samples of 0 and of 1; NaN if none has.
 
     Args:
-        score: of logits [samples] and labels [samples], such as torchmetrics' `binary_auroc`.
+        score: function of logits [samples] and labels [samples], such as `binary_auroc`.
     """
 
     higher_is_better = True
@@ -315,7 +315,7 @@ class MeanOverLabels(AllValues):
 
 
 def ranks_of(outputs: Tensor) -> Tensor:
-    """From 0 to 1, in the order of the outputs: torchmetrics takes a sigmoid of what goes beyond 1,
-    in which large outputs are equal."""
+    """Return ranks from 0 to 1, in the order of the outputs. torchmetrics takes a sigmoid of values
+    outside of 0 to 1, which makes large outputs equal."""
     ranks = outputs.unique(return_inverse=True)[1].double()
     return ranks / ranks.max().clamp(min=1)

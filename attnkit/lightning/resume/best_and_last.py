@@ -1,6 +1,6 @@
-"""The checkpoint of the best validation, which a run is tested and used with, and that of the last
-epoch, from which it goes on. Neither is written after every epoch where epochs are short, as on
-small graphs."""
+"""The checkpoint of the best validation, with which a run is tested and used, and that of the last
+epoch, from which it is resumed. With short epochs, as on small graphs, neither is written after
+every epoch."""
 
 import copy
 import math
@@ -21,11 +21,11 @@ from attnkit.lightning.best import LOSS, Mode, mode_for, rank, validation
 from attnkit.lightning.files import replacing
 from attnkit.lightning.resume.checkpoints import CheckpointError, load
 
-HELD = 2**26  # bytes of a checkpoint that are held in memory at most
+HELD = 2**26  # most bytes of a checkpoint that are held in memory
 
 
 class _Paced(ModelCheckpoint):
-    """`ModelCheckpoint` that knows when it last wrote."""
+    """A `ModelCheckpoint` that notes when it last wrote."""
 
     def __init__(self, every_seconds: float = 5.0, **kwargs: Any) -> None:
         if every_seconds < 0:
@@ -33,7 +33,7 @@ class _Paced(ModelCheckpoint):
         super().__init__(**kwargs)
         self.every_seconds = every_seconds
         self._written = "", -float("inf")
-        """The file that was written last, and when."""
+        """The file that was written last, and the time."""
 
     def _is_recent(self) -> bool:
         return time.monotonic() - self._written[1] < self.every_seconds
@@ -46,28 +46,27 @@ class _Paced(ModelCheckpoint):
 class BestCheckpoint(_Paced):
     """`ModelCheckpoint` of the best validation, whose file always holds the best epoch.
 
-    The best is that of the best `monitor`; of epochs that are equal in it, that of the smallest
-    `val/loss`, else the first. NaN is worse than any number. A metric that was the same in every
-    epoch, or NaN, is said at the end.
+    The best epoch has the best `monitor`; ties go to the smallest `val/loss`, then to the first.
+    NaN is worse than any number. A warning at the end reports a metric that was the same in every
+    epoch, or NaN.
 
     With `save_top_k` other than 1, a `filename` without `{…}`, such as "best", is that of the best
     alone; the others are called `best-epoch=3-step=120`, with epochs counted from 1. A folder that
-    was moved or copied keeps its best: files are known by their names, and a file that does not
-    hold the step that was noted of it counts no more.
+    was moved or copied keeps its best: files are identified by their names, and a file that does
+    not hold the step noted for it is ignored.
 
-    A checkpoint that would replace one of less than `every_seconds` ago is held in memory, and
-    written when that has passed, before any other checkpoint, and when training ends, also by an
-    error. What is on the disk is thus never behind what another checkpoint says is the best. Large
-    checkpoints, those of several processes, and several files are written at once.
+    A checkpoint that would replace one of less than `every_seconds` ago is held in memory. It is
+    written when that time has passed, before any other checkpoint, and when training ends, also by
+    an error. The file on the disk is thus never behind what another checkpoint notes as the best.
+    Large checkpoints, those of several processes, and several files are written at once.
 
     Args:
         every_seconds: 0 writes every improvement.
-        mode: "min" or "max"; None: as is known of the metric by its name (`val/loss`,
-            `val/accuracy`, …).
-        kwargs: Lightning's.
+        mode: "min" or "max"; None: known by the metric's name (`val/loss`, `val/accuracy`, …).
+        kwargs: arguments of Lightning's class.
 
     Raises:
-        ValueError: nothing is known of the metric, and no mode was given.
+        ValueError: no mode is given, and the metric is unknown.
     """
 
     def __init__(
@@ -77,14 +76,14 @@ class BestCheckpoint(_Paced):
         mode = mode_for(monitor, mode) if monitor else mode or "min"
         super().__init__(every_seconds, mode=mode, **kwargs)
         self.kept: dict[str, dict[str, float]] = {}
-        """Of each file the validation that it is of: `epoch`, from 1, `step`, and its metrics."""
+        """The validation of each file: `epoch`, from 1, `step`, and its metrics."""
         self._seen: list[float] = []
-        """Of the metric the least and the largest value, and how many there were, also with NaN."""
+        """The metric's least and largest value, and the number of values without and with NaN."""
         self._held: tuple[dict[str, Any], str] | None = None
 
     @property
     def best(self) -> dict[str, float]:
-        """Of the best validation so far: `epoch`, counted from 1, `step`, and its metrics."""
+        """The best validation so far: `epoch`, counted from 1, `step`, and its metrics."""
         return self.kept.get(self.best_model_path, {})
 
     # --- which ones are kept ---
@@ -131,21 +130,21 @@ class BestCheckpoint(_Paced):
         return rank(self.kept[path], str(self.monitor), self.mode)
 
     def _first(self) -> str:
-        """The best file; of equal ones the earliest."""
+        """Return the best file; the earliest of equal ones."""
         return min(self.kept, key=lambda path: (self._rank(path), self.kept[path]["step"]))
 
     def _beside(self, path: str, figures: Mapping[str, float]) -> str:
-        """The name of a file that is not the best."""
+        """Return the name of a file that is not the best."""
         stem, _, ending = path.rpartition(".")
         return f"{stem}-epoch={figures['epoch']:.0f}-step={figures['step']:.0f}.{ending}"
 
     def _move_aside(self, trainer: Trainer, path: str) -> None:
-        """Give the best so far a name of its own. Its file stays until the new one replaces it."""
+        """Give the best so far a name of its own; its file stays until the new one replaces it."""
         figures = self.kept.pop(path)
         aside = self._beside(path, figures)
         self.kept[aside] = figures
         if trainer.is_global_zero:
-            if os.path.isdir(path):  # of shards
+            if os.path.isdir(path):  # a folder of shards
                 os.replace(path, aside)
             else:
                 with open(path, "rb") as old, replacing(aside) as new:
@@ -153,7 +152,7 @@ class BestCheckpoint(_Paced):
         trainer.strategy.barrier()
 
     def _tell_lightning(self, path: str = "") -> None:
-        """What the attributes of `ModelCheckpoint` say, of what is kept."""
+        """Set the attributes of `ModelCheckpoint` by what is kept."""
         scores = {p: torch.tensor(f[str(self.monitor)]) for p, f in self.kept.items()}
         worst = max(self.kept, key=self._rank, default="")
         self.best_k_models = scores
@@ -162,7 +161,7 @@ class BestCheckpoint(_Paced):
         self.best_model_score = scores.get(self.best_model_path)
         self.current_score = scores.get(path)
 
-    # --- what a metric that says nothing was ---
+    # --- metrics that do not tell epochs apart ---
 
     def _look(self, value: float) -> None:
         least, most, numbers, count = self._seen or (math.inf, -math.inf, 0, 0)
@@ -170,11 +169,11 @@ class BestCheckpoint(_Paced):
             least, most, numbers = min(least, value), max(most, value), numbers + 1
         self._seen = [least, most, numbers, count + 1]
 
-    def _say_if_it_told_nothing(self, trainer: Trainer) -> None:
+    def _warn_if_constant(self, trainer: Trainer) -> None:
         is_trial: Any = trainer.fast_dev_run  # type: ignore[attr-defined]
         if not self._seen and self.monitor and self.save_top_k and not is_trial:
             rank_zero_warn(
-                f"callbacks: {type(self).__name__}: {self.monitor} was never there: no epoch is "
+                f"callbacks: {type(self).__name__}: {self.monitor} was never logged: no epoch is "
                 "the best, and no checkpoint of it was written"
             )
         least, most, numbers, count = self._seen or (0, 0, 0, 0)
@@ -203,11 +202,11 @@ class BestCheckpoint(_Paced):
             self._tell_lightning()
 
     def _here(self, path: str) -> str:
-        """The file of this name in the folder of now."""
+        """Return the path of a file of this name in the current folder."""
         return os.path.join(self.dirpath or "", os.path.basename(path)) if path else ""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What was kept must be there still, where a training goes on."""
+        """When a run is resumed, keep only the files that are still there."""
         if not self.kept:
             return
         best, found = self.best_model_path, self.kept
@@ -217,15 +216,15 @@ class BestCheckpoint(_Paced):
         self.kept = trainer.strategy.broadcast(found)
         if best not in self.kept:
             rank_zero_warn(
-                f"{best}: not there as it was noted, so that the best of the epochs before is not "
-                "known any more"
+                f"{best}: not there or not as it was noted, so that the best of the epochs before "
+                "is no longer known"
             )
             if self.kept and self._is_name:
                 self._move_up(trainer, best)
         self._tell_lightning()
 
     def _move_up(self, trainer: Trainer, path: str) -> None:
-        """Give the best of those that are left the name of the best."""
+        """Give the best of the files that are left the name of the best."""
         first = self._first()
         self.kept[path] = self.kept.pop(first)
         if trainer.is_global_zero:
@@ -244,7 +243,7 @@ class BestCheckpoint(_Paced):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer)
-        self._say_if_it_told_nothing(trainer)
+        self._warn_if_constant(trainer)
         super().on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, *args: Any) -> None:
@@ -257,7 +256,7 @@ class BestCheckpoint(_Paced):
             self._held = None  # what is held is replaced
         if is_again and self._is_recent() and self._may_hold(trainer):
             checkpoint = private.dump(trainer, bool(self.save_weights_only))
-            copies: dict[int, Any] = {}  # deepcopy refuses tensors that have a gradient to come
+            copies: dict[int, Any] = {}  # deepcopy refuses tensors inside an autograd graph
             apply_to_collection(
                 checkpoint, torch.Tensor, lambda t: copies.setdefault(id(t), t.detach().clone())
             )
@@ -268,7 +267,7 @@ class BestCheckpoint(_Paced):
 
     def _may_hold(self, trainer: Trainer) -> bool:
         if self.save_top_k != 1 or trainer.world_size > 1:
-            return False  # of several files one that is replaced goes on under another name
+            return False  # with several files, a replaced one gets another name
         size = sum(p.nbytes for p in trainer.lightning_module.parameters())
         return 4 * size < HELD  # optimizers keep up to three times as much
 
@@ -284,14 +283,14 @@ class BestCheckpoint(_Paced):
 class LastCheckpoint(_Paced):
     """`ModelCheckpoint` that saves the run after an epoch, at most once every few seconds.
 
-    It saves at the end of the last epoch, and of others where it is `every_seconds` since it last
-    did. A run that is killed repeats these seconds; Ctrl-C and SIGTERM save by `SaveOnSignal`. It
-    saves too where `max_steps`, `max_time` or a callback ends the training within an epoch, so that
-    it can go on from there.
+    It saves at the end of the last epoch, and of others if `every_seconds` have passed since the
+    last time. A killed run repeats these seconds; on Ctrl-C and SIGTERM, `SaveOnSignal` saves. It
+    also saves if `max_steps`, `max_time` or a callback ends the training within an epoch, so that
+    it can be resumed there.
 
     Args:
         every_seconds: 0 saves after every epoch.
-        kwargs: Lightning's.
+        kwargs: arguments of Lightning's class.
     """
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -315,7 +314,7 @@ class LastCheckpoint(_Paced):
             super().on_validation_end(trainer, pl_module)
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """The same in all processes."""
+        """Whether to save now, the same in all processes."""
         steps, epochs = trainer.max_steps, trainer.max_epochs
         if (
             trainer.should_stop
@@ -328,14 +327,14 @@ class LastCheckpoint(_Paced):
 
 
 def _held_by(path: str, noted: dict[str, float], key: str) -> dict[str, float] | None:
-    """The figures of what a file holds, which may be of a later epoch than was noted of it.
+    """Return the figures of the checkpoint in a file, which may be later than the noted ones.
 
-    None: it is gone, or nothing is known of what it holds.
+    None: the file is gone, or nothing is known of its content.
 
     Args:
-        key: of the callback's state in the file.
+        key: key of the callback's state in the file.
     """
-    if os.path.isdir(path):  # of shards
+    if os.path.isdir(path):  # a folder of shards
         return noted
     try:
         checkpoint = load(path, mmap=True)

@@ -1,8 +1,8 @@
 """Checkpoints that are written atomically, verified when read, and cannot run code.
 
-The file is Lightning's own: a zip archive of torch's, that `torch.load` and `load_from_checkpoint`
-read. Its digest is the archive's comment, at the very end: "attnkit sha256 " and SHA-256, in
-hexadecimal, of the file as it was before the comment was added.
+The file is Lightning's own: a zip archive of torch's, which `torch.load` and `load_from_checkpoint`
+read. Its digest is the archive's comment, at the very end: "attnkit sha256 " and the SHA-256, in
+hexadecimal, of the file before the comment was added.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from attnkit.lightning.files import refuse_url, replacing
 
 _LABEL = b"attnkit sha256 "
 _COMMENT = len(_LABEL) + 64
-_MARK = "attnkit_digest"  # in the checkpoint: that there was a digest, should it be gone
+_MARK = "attnkit_digest"  # in a checkpoint that has a digest, in case that is lost
 _BLOCK = 2**20
 
 
@@ -36,7 +36,7 @@ class CheckpointError(UserError):
 
 
 def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a checkpoint, whole or not at all, and what was there before stays until it is.
+    """Write a checkpoint completely or not at all; an earlier file stays until it is written.
 
     Raises:
         UserError: it holds objects that are not plain data, so that it could not be read safely.
@@ -47,7 +47,7 @@ def save(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
             writer = _Digesting(file)
             try:
                 torch.save({**checkpoint, _MARK: "sha256"}, cast("IO[bytes]", writer))
-            except RuntimeError as error:  # torch's, in which the reason is lost
+            except RuntimeError as error:  # torch's error lacks the reason
                 raise writer.error or error from None
             file.seek(0)
             if unsafe := get_unsafe_globals_in_checkpoint(file):
@@ -70,14 +70,15 @@ def load(
     *,
     mmap: bool = False,
 ) -> dict[str, Any]:
-    """Read a checkpoint after proving that it is intact; only tensors and plain data are read.
+    """Read a checkpoint after verifying that it is intact; only tensors and plain data are read.
 
-    One that attnkit wrote must have its digest. Others must be torch archives whose checksums hold.
+    A checkpoint of attnkit must have its digest; others must be torch archives with right
+    checksums.
 
     Args:
         path: a local file.
-        map_location: as `torch.load`'s.
-        mmap: leave the tensors on the disk until they are used.
+        map_location: as in `torch.load`.
+        mmap: whether tensors stay on the disk until they are used.
 
     Raises:
         CheckpointError: names the file and what is wrong with it.
@@ -90,7 +91,7 @@ def load(
             checkpoint = torch.load(source, map_location, weights_only=True, mmap=mmap)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        except Exception as error:  # torch, zipfile and pickle raise about anything
+        except Exception as error:  # torch, zipfile and pickle may raise any error
             raise CheckpointError(f"{path}: no intact checkpoint: {_reason(error)}") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise CheckpointError(f"{path}: not a checkpoint: it has no state_dict")
@@ -106,21 +107,21 @@ def load(
 
 
 class Newest(NamedTuple):
-    """What `newest_intact` found."""
+    """The result of `newest_intact`."""
 
     path: Path | None
     why: str
-    """In words: its step, and of how many it is the newest."""
+    """The step, and the number of checkpoints of which it is the newest, in words."""
     broken: list[CheckpointError]
-    """What is wrong with those that may be newer."""
+    """The errors of checkpoints that may be newer."""
 
 
 def newest_intact(folder: str | os.PathLike[str]) -> Newest:
-    """The intact `*.ckpt` of a folder that was saved after the most steps.
+    """Return the intact `*.ckpt` of a folder that was saved after the most steps.
 
-    The files' times say nothing in a copy of the folder, nor after a clock was set back. Of equal
-    steps it is `last.ckpt`, from which a training goes on exactly where it stopped; one of the best
-    validation takes its epoch for finished.
+    The files' times are wrong in a copy of the folder, and after a clock was set back. Of equal
+    steps it is `last.ckpt`, from which a training continues exactly where it stopped; one of the
+    best validation takes its epoch for finished.
     """
     broken: list[CheckpointError] = []
     steps = {path: _step(path) for path in Path(folder).glob("*.ckpt")}
@@ -160,8 +161,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
 class SafeCheckpoints(Callback):
     """Gives any Trainer `VerifiedCheckpointIO`, and checks at the start what would fail at the end.
 
-    In `fit`: a folder of a `ModelCheckpoint` that can't be written to, and hyper-parameters that
-    are more than plain data, which no checkpoint could be read back with. A run that goes on in a
+    `fit` refuses a folder of a `ModelCheckpoint` that cannot be written to, and hyper-parameters
+    that are not plain data, with which no checkpoint could be read back. A run that is resumed in a
     folder that was moved or copied finds its best checkpoint there.
     """
 
@@ -194,7 +195,7 @@ class SafeCheckpoints(Callback):
 
 
 def _step(path: Path) -> float:
-    """The steps before a checkpoint; inf if it is unreadable: `load` says what is wrong with it."""
+    """Return the steps of a checkpoint; inf if it is unreadable, for which `load` has the error."""
     try:
         found = dict(torch.load(path, "cpu", weights_only=True, mmap=True))
         return int(found.get("global_step", -1))
@@ -203,7 +204,7 @@ def _step(path: Path) -> float:
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:
-    """UserError if no file can be made in the folder; makes the folder."""
+    """Raise UserError if no file can be made in the folder, which is created if needed."""
     try:
         probe = Path(folder) / f".probe.{os.getpid()}"
         with replacing(probe) as file:
@@ -214,7 +215,7 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
 
 
 class _Digesting(io.RawIOBase):
-    """Passes what is written on to a file, and computes its digest on the way."""
+    """A writer that passes data on to a file and computes their digest."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
@@ -235,7 +236,7 @@ class _Digesting(io.RawIOBase):
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
-    """The same value with every path in the old folder now in the new one."""
+    """Return the value with every path in the old folder moved to the new one."""
     if isinstance(value, dict):
         return {_moved(k, old, new): _moved(v, old, new) for k, v in value.items()}
     if isinstance(value, str) and (value == old or value.startswith(old + os.sep)):
@@ -252,7 +253,7 @@ def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def _check(file: IO[bytes]) -> str | None:
-    """The digest, which is right, or None if there is none and the archive's checksums hold."""
+    """Return the verified digest; None without one, if the archive's checksums hold."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _COMMENT))
     comment = file.read()
@@ -269,7 +270,7 @@ def _check(file: IO[bytes]) -> str | None:
 
 
 def _digest(file: IO[bytes], size: int) -> str:
-    """SHA-256 of the first `size` bytes, with a 0 for the length of the comment after them."""
+    """Return SHA-256 of the first `size` bytes, with a 0 for the length of the comment."""
     sha256 = hashlib.sha256()
     file.seek(0)
     left = size - 2
@@ -281,7 +282,7 @@ def _digest(file: IO[bytes], size: int) -> str:
 
 
 def _unsafe(value: Any) -> list[str]:
-    """The classes and functions in a value that `weights_only` refuses to read."""
+    """Return the classes and functions in a value that `weights_only` refuses to read."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -301,7 +302,7 @@ def _objects(unsafe: list[str]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error)  # torch 2.11 to 2.14: what was refused stands in the message alone
+    text = str(error)  # torch 2.11 to 2.14 name the refused object only here
     if found := re.search(r"Unsupported \w+:? *[^\n]*?(?= was not an allowed|\. |\n|$)", text):
         return f"it holds more than tensors and plain data ({found[0][:200]})"
     return first_line(error).partition(". ")[0][:200]
@@ -310,10 +311,10 @@ def _reason(error: BaseException) -> str:
 def loaded(
     load: Callable[[], Any], ckpt: object, wrong: tuple[type[Exception], ...] = (KeyError,)
 ) -> Any:
-    """Call a function that loads a checkpoint; `UserError` if it does not fit.
+    """Call a function that loads a checkpoint; raise `UserError` if it does not fit.
 
     Args:
-        wrong: what else it raises at a checkpoint of another kind.
+        wrong: further errors that the function raises at a checkpoint of another kind.
     """
     try:
         return load()

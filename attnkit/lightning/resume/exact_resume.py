@@ -1,4 +1,4 @@
-"""Exact resuming: a stopped training ends as an uninterrupted one."""
+"""Exact resuming: a stopped training ends like an uninterrupted one."""
 
 import random
 import warnings
@@ -20,20 +20,22 @@ from attnkit.lightning.resume.sampler import ResumableSampler
 class ExactResume(Callback):
     """Makes a resumed run end with the weights, to the bit, of a run that was never stopped.
 
-    Lightning's checkpoints hold the weights, the optimizer and the counters. This adds, for every
-    process: the random states of Python, NumPy, torch and the GPU; the place in the training data,
-    which is found again by fetching the batches before it, or, with a `ResumableSampler`, by their
-    numbers alone; and what `self.log` and the module's metrics have summed up of the epoch.
+    Lightning's checkpoints hold the weights, the optimizer and the counters. This callback adds,
+    for every process: the random states of Python, NumPy, torch and the GPU; the place in the
+    training data, which is restored by fetching the batches before it, or, with a
+    `ResumableSampler`, by their numbers alone; and what `self.log` and the module's metrics have
+    summed over the epoch.
 
-    Checkpoints must come from the end of an optimizer step or of an epoch, as `SaveOnSignal`'s and
-    `ModelCheckpoint`'s do. Put it after callbacks that draw random numbers in `on_train_start`.
+    Checkpoints must come from the end of an optimizer step or of an epoch, as those of
+    `SaveOnSignal` and `ModelCheckpoint` do. Put this callback after others that draw random numbers
+    in `on_train_start`.
 
-    Training data is shuffled by a generator of its own, seeded from torch's at the start, where a
-    `DataLoader` was given none. Loaders with a `state_dict` of their own are left to themselves.
-    Not restored: generators that are not known (`np.random.default_rng()` inside a dataset that is
-    read without workers), and cuDNN's choices where they are not deterministic. On another number
-    of processes a run goes on, with a warning, but not exactly. With batches of another size it
-    goes on at the same sample.
+    Training data are shuffled by a generator of their own, seeded from torch's at the start, if a
+    `DataLoader` was given none. Loaders with a `state_dict` of their own are left alone. Not
+    restored are unknown generators (`np.random.default_rng()` inside a dataset that is read without
+    workers), and cuDNN's choices where they are not deterministic. With another number of processes
+    a run continues with a warning, but not exactly. With batches of another size it continues at
+    the same sample.
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,7 @@ class ExactResume(Callback):
         loaders = private.train_loaders(trainer)
         mine = {
             "random": _random_states(trainer),
-            # of the epoch under way, and of the next one
+            # for the current epoch, and for the next one
             "generators": [self._generators, [_own_generator(x) for x in loaders]],
             "seeds": [getattr(_sampler(x), "seed", None) for x in loaders],
             "batch_sizes": _batch_sizes(trainer),
@@ -77,13 +79,13 @@ class ExactResume(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved, self._saved = self._saved, None
         loop: Any = trainer.fit_loop
-        # an epoch that was saved after its last batch is over for Lightning, which skips its end
+        # for Lightning an epoch saved after its last batch is over, and its end is skipped
         epochs = loop.epoch_progress.total
         is_over = loop.restarted_mid_epoch and epochs.processed == epochs.started
         middle = saved is not None and loop.restarted_mid_epoch and not is_over
         if saved is not None and middle:
             _count_again(trainer, saved["batch_sizes"])
-            # Lightning can't know that they are.
+            # Lightning can't know that they are resumable.
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
         self._start_data(trainer, saved, middle)
         if saved is not None:
@@ -106,7 +108,7 @@ class ExactResume(Callback):
             _add_epoch_sum(trainer, name, states)
 
     def _start_data(self, trainer: Trainer, saved: dict[str, Any] | None, middle: bool) -> None:
-        """Begin the epoch's data again: Lightning has begun it already, in the first epoch's order.
+        """Start the epoch's data again: Lightning has started them in the first epoch's order.
 
         Worker processes, if there are any, have then fetched the first batches.
         """
@@ -136,7 +138,7 @@ class ExactResume(Callback):
         if not by_number:
             for _ in range(seen):
                 next(fetcher)
-            fetcher.fetched = 0  # Lightning adds those seen itself
+            fetcher.fetched = 0  # Lightning itself adds the batches seen
             fetcher.done = False
 
 
@@ -145,7 +147,7 @@ def _batch_sizes(trainer: Trainer) -> list[int | None]:
 
 
 def _count_again(trainer: Trainer, before: list[int | None]) -> None:
-    """The batches of this epoch so far, of another size than before, by their samples."""
+    """Convert the number of batches of this epoch so far to another batch size, by samples."""
     now = _batch_sizes(trainer)
     if not before or not before[0] or not now[0] or before[0] == now[0]:
         return
@@ -162,13 +164,13 @@ def _sampler(loader: Any) -> Any:
 
 
 def _own_generator(loader: Any) -> Tensor | None:
-    """The state of the loader's generator, which it is given if it has none."""
+    """Return the state of the loader's generator, which is created if it has none."""
     if not isinstance(loader, DataLoader):
         return None
     if loader.generator is None:
         loader.generator = torch.Generator().manual_seed(torch.initial_seed())
     sampler = _sampler(loader)
-    if getattr(sampler, "generator", loader) is None:  # a random one that draws from torch's
+    if getattr(sampler, "generator", loader) is None:  # a random sampler that draws from torch's
         sampler.generator = loader.generator
     return loader.generator.get_state()
 
@@ -200,7 +202,7 @@ def _set_random_states(trainer: Trainer, states: dict[str, Any]) -> None:
 
 
 def _if_many(device: torch.device) -> list[torch.device]:
-    return [] if device.type == "mps" else [device]  # there is one, and no argument for it
+    return [] if device.type == "mps" else [device]  # MPS has one device, and no argument for it
 
 
 def _metrics(pl_module: LightningModule) -> dict[str, Metric]:
@@ -226,16 +228,16 @@ def _set_metric_states(pl_module: LightningModule, saved: dict[str, Any]) -> Non
 
 
 def _monitored(trainer: Trainer) -> dict[str, float]:
-    """The value of each metric that a schedule follows, such as `Plateau`, for the checkpoint."""
+    """Return the value of each metric that a schedule monitors, such as `Plateau`'s."""
     names = {str(c.monitor) for c in trainer.lr_scheduler_configs if c.reduce_on_plateau}
     values = trainer.callback_metrics
     return {name: float(values[name]) for name in names if name in values}
 
 
 def _catch_up(trainer: Trainer, values: dict[str, float]) -> None:
-    """Make the step of such a schedule at the end of the epoch that the checkpoint was saved at.
+    """Make the missing step of such a schedule at the end of the checkpoint's epoch.
 
-    Lightning makes it after the checkpoint of an epoch, which lacks it.
+    Lightning makes it only after saving the checkpoint of an epoch.
     """
     for config in trainer.lr_scheduler_configs:
         if not config.reduce_on_plateau or config.interval != "epoch":
@@ -247,7 +249,7 @@ def _catch_up(trainer: Trainer, values: dict[str, float]) -> None:
 
 
 def _epoch_sums(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """What `self.log` has summed up of the numbers in this epoch."""
+    """Return what `self.log` has summed up of numbers in this epoch."""
     return {
         name: {key: getattr(result, key) for key in states}
         for name, result, states in private.epoch_sums(trainer)
@@ -267,7 +269,7 @@ def _add_epoch_sum(trainer: Trainer, name: str, states: dict[str, Tensor]) -> No
 
 
 def _gathered(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """What every process has, in the order of their ranks."""
+    """Return the values of all processes, in the order of their ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The orders in which data is read, shared by processes, and how it is split."""
+"""Samplers that order data and share them between processes, and splits of data."""
 
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
@@ -10,22 +10,22 @@ from torch.utils.data import Dataset, DistributedSampler, SequentialSampler
 
 
 class ResumableSampler(DistributedSampler):
-    """torch's `DistributedSampler`, which can start in the middle of an epoch, once.
+    """torch's `DistributedSampler` that can start in the middle of an epoch, once.
 
-    `ExactResume` then leaves out the batches that were trained on by their numbers alone, instead
-    of loading them again. Right for datasets whose items draw no random numbers.
+    `ExactResume` then skips the batches that were trained on by their numbers alone, without
+    loading them again. It is meant for datasets whose items draw no random numbers.
 
     >>> sampler = ResumableSampler(dataset, num_replicas=1, rank=0, seed=seed)
     >>> loader = DataLoader(dataset, batch_size=64, sampler=sampler)
 
     Attributes:
-        start: how many of this process's samples the next iteration leaves out.
+        start: number of this process's samples that the next iteration skips.
     """
 
     start = 0
 
     def order(self) -> Iterator[Any]:
-        """The numbers of this process's samples in this epoch, from its start."""
+        """Return the numbers of this process's samples in this epoch, from its start."""
         return super().__iter__()
 
     def __iter__(self) -> Iterator[Any]:
@@ -34,17 +34,17 @@ class ResumableSampler(DistributedSampler):
 
 
 class EpochSampler(ResumableSampler):
-    """A `ResumableSampler` of pairs (epoch, number), for what is drawn anew in every epoch."""
+    """A `ResumableSampler` of pairs (epoch, number), for items drawn anew in every epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         return ((self.epoch, number) for number in super().__iter__())
 
 
 class PlacedSampler(ResumableSampler):
-    """A `ResumableSampler` of triples (epoch, place, number), for what is drawn at every place.
+    """A `ResumableSampler` of triples (epoch, place, number), for items drawn at every place.
 
-    The place is that in the order of the epoch over all processes: what is drawn by it is the same
-    with any number of them.
+    The place is the position in the epoch's order over all processes, so that draws do not depend
+    on the number of processes.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,13 +56,13 @@ class PlacedSampler(ResumableSampler):
 class BalancedSampler(PlacedSampler):
     """A `PlacedSampler` that gives every class the same share of an epoch.
 
-    An epoch is as long as the data. Of a class with fewer samples than its share each comes up
-    again and again, none twice more often than another; of a larger class only a part does,
-    another in every epoch.
+    An epoch is as long as the data. The samples of a class that is smaller than its share are
+    repeated, by numbers that differ by one at most; of a larger class, each epoch reads another
+    part.
 
     Args:
-        dataset: whose `labels` are int64 [samples].
-        *args, **options: those of torch's `DistributedSampler`.
+        dataset: dataset whose `labels` are int64 [samples].
+        *args, **options: arguments of torch's `DistributedSampler`.
     """
 
     def __init__(self, dataset: Dataset, *args: Any, **options: Any) -> None:
@@ -85,25 +85,25 @@ class BalancedSampler(PlacedSampler):
 
 
 def in_one_order(sampler: type[DistributedSampler]) -> type[DistributedSampler]:
-    """A kind of sampler that gives in every epoch what it gives in the first, for overfitting.
+    """Return a kind of sampler whose every epoch equals the first, for overfitting.
 
-    It is a `SequentialSampler`: Lightning puts one of those in the place of others where
-    `overfit_batches` is set, and they know neither epochs nor places.
+    It is a `SequentialSampler`: with `overfit_batches`, Lightning replaces other samplers by such
+    ones, which know neither epochs nor places.
     """
     fixed = {"set_epoch": lambda self, epoch: None, "__module__": __name__}
     return type(f"{sampler.__name__}InOneOrder", (sampler, SequentialSampler), fixed)
 
 
 class UnpaddedSampler(DistributedSampler):
-    """Every sample exactly once over all processes: rank r reads the r-th part, in order.
+    """A sampler of every sample exactly once over all processes: rank r reads the r-th part.
 
     torch's own repeats samples until every process has the same number, which counts some twice in
-    the metrics. Here the numbers may differ by one, so nothing may be synchronised per batch; the
-    metrics are at the end of an epoch, and what was predicted is joined in the order of the ranks.
+    the metrics. Here the numbers may differ by one, so nothing may be synchronised per batch;
+    metrics are at the end of an epoch, and predictions are joined in the order of the ranks.
 
     Args:
-        dataset, num_replicas, rank: as torch's.
-        mixed_by: seed of another order, for who reads only the first batches; None: in order.
+        dataset, num_replicas, rank: as in torch's class.
+        mixed_by: seed of a random order, if only the first batches are read; None: in order.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class UnpaddedSampler(DistributedSampler):
 
 
 def stratified_split(labels: Tensor, fractions: Sequence[float], seed: int) -> list[Tensor]:
-    """Numbers of what stays, then of each part taken: about that fraction of every class.
+    """Return the numbers of the rest, then of each part, with that fraction of every class.
 
     A part gets at least one sample of a class that has three or more, and nothing of a smaller
     class. The same seed gives the same split; parts are disjoint and in ascending order.
@@ -147,22 +147,22 @@ def stratified_split(labels: Tensor, fractions: Sequence[float], seed: int) -> l
 def grouped_split(
     groups: Tensor, strata: Tensor, fractions: Sequence[float], seed: int
 ) -> list[Tensor]:
-    """Numbers of what stays, then of each part taken: about that fraction of every stratum, where
+    """Return the numbers of the rest, then of each part, with about that fraction of every stratum;
     no group is in two parts.
 
     The groups go one by one, the largest first and equal ones in an order drawn by the seed, to the
-    part that lacks most of what they hold. Every part gets a group if there are as many.
+    part that lacks most of what they hold. Every part gets a group if there are enough.
 
     Args:
-        groups: int64 [samples]: which samples stay together.
-        strata: [samples, strata], what is to be shared out evenly, such as classes, one-hot.
+        groups: int64 [samples], the group of each sample.
+        strata: [samples, strata], what to share out evenly, such as classes, one-hot.
     """
     names, whose = groups.unique(return_inverse=True)
     held = torch.zeros(len(names), strata.shape[1], dtype=torch.float64)
     held.index_add_(0, whose, strata.double())
     held = held[:, held.sum(dim=0) > 0]
     shares = torch.tensor([1 - sum(fractions), *fractions], dtype=torch.float64)
-    held = held / held.sum(dim=0)  # of rare strata as much as of others
+    held = held / held.sum(dim=0)  # rare strata count as much as others
     have = torch.zeros(len(shares), held.shape[1], dtype=torch.float64)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
     order = order[held[order].sum(dim=1).argsort(descending=True, stable=True)]
@@ -181,5 +181,5 @@ def grouped_split(
 
 
 def as_it_is(batch: Any) -> Any:
-    """The `collate_fn` of sets that are fetched by the batch."""
+    """Return the batch unchanged: the `collate_fn` of datasets that are fetched by the batch."""
     return batch

@@ -31,7 +31,7 @@ class SaveOnSignal(Checkpoint):
     With several processes, a signal to one of them is enough: they agree after every step.
 
     Args:
-        path: the checkpoint; `last.ckpt` beside the others is a good choice.
+        path: path of the checkpoint; `last.ckpt` beside the others is a good choice.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -53,30 +53,30 @@ class SaveOnSignal(Checkpoint):
             self._install()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Once more: Lightning has just set its own, with which SIGTERM would end with exit code 0.
+        # Again: Lightning has just set its own, with which SIGTERM would end with exit code 0.
         self._install()
         self._training = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        if private.is_accumulating(trainer) or not self._is_told(trainer):
+        if private.is_accumulating(trainer) or not self._has_signal(trainer):
             return
         trainer.save_checkpoint(self.path)
         if not private.epoch_ends(trainer) and not private.validation_is_next(trainer):
             self._stop(self._agreed)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_told(trainer):
+        if self._has_signal(trainer):
             trainer.save_checkpoint(self.path)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._agreed:  # saved at the epoch's end, and its metrics are written now
+        if self._agreed:  # saved at the epoch's end, whose metrics are written now
             self._stop(self._agreed)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved = self._agreed
-        if self._is_told(trainer):
+        if self._has_signal(trainer):
             if not saved:
                 trainer.save_checkpoint(self.path)
             self._stop(self._agreed)
@@ -94,8 +94,8 @@ class SaveOnSignal(Checkpoint):
             if not private.is_data_worker():
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
-            return  # a terminal tells everyone, and the last step needs the workers
-        if not self._installed:  # Lightning, when it ends, puts back what it found
+            return  # a terminal signals all, and the last step needs the workers
+        if not self._installed:  # Lightning, when it ends, restores the handlers it found
             signal.signal(signum, self._before[signum] or signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
@@ -104,17 +104,17 @@ class SaveOnSignal(Checkpoint):
         if self._received or not self._training:
             self._stop(signum)
         self._received = signum
-        # not print: the signal may have come in the middle of one
+        # no print: the signal may have interrupted one
         if self._speaks:
             os.write(2, f"\n{signal.Signals(signum).name}: stopping after this step\n".encode())
 
-    def _is_told(self, trainer: Trainer) -> bool:
-        """Whether any process has been; the same answer in all of them."""
+    def _has_signal(self, trainer: Trainer) -> bool:
+        """Whether any process has received a signal; the same answer in all of them."""
         self._agreed = self._received
         if trainer.world_size > 1 and dist.is_initialized():
-            told = torch.tensor(self._received, device=trainer.strategy.root_device)
-            dist.all_reduce(told, dist.ReduceOp.MAX)
-            self._agreed = int(told)
+            signum = torch.tensor(self._received, device=trainer.strategy.root_device)
+            dist.all_reduce(signum, dist.ReduceOp.MAX)
+            self._agreed = int(signum)
         return bool(self._agreed)
 
     def _stop(self, signum: int) -> NoReturn:
@@ -131,11 +131,11 @@ class SaveOnSignal(Checkpoint):
 
 
 def outlast_signals(worker: int) -> None:
-    """A `worker_init_fn`: a `DataLoader`'s workers leave signals to the process they work for.
+    """Ignore signals in the workers of a `DataLoader`, as its `worker_init_fn`.
 
     Batch systems send SIGTERM to all processes of a job. Without this the workers end at once, and
-    torch breaks off the step that was to be finished. A batch that a worker can't send, as where
-    `/dev/shm` is full, is an error; without this the loader would wait for it.
+    torch aborts the step that was to be finished. A batch that a worker cannot send, as with a full
+    `/dev/shm`, is an error; without this the loader would wait for it.
     """
     handle(signal.SIG_IGN)
     private.report_lost_batches()
@@ -143,19 +143,19 @@ def outlast_signals(worker: int) -> None:
 
 @functools.cache
 def fork_apart() -> None:
-    """Wait a moment before every fork from now on, for threads of gloo's that are about to start.
+    """Wait a moment before every fork from now on, for threads of gloo that are about to start.
 
-    CPython 3.11 does not make its list of threads anew in the child: one that is forked while a
-    thread of another library's enters Python, as gloo's do after a barrier, waits for ever.
+    CPython 3.11 does not renew its list of threads in the child: a child that is forked while a
+    thread of another library enters Python, as gloo's do after a barrier, waits forever.
     """
     os.register_at_fork(before=lambda: time.sleep(0.02))
 
 
 def _end_workers() -> None:
-    """Data workers, before Python waits for them at its end.
+    """Kill data workers before Python waits for them at its end.
 
-    SIGTERM does not end those that outlast it, nor one that was forked while another thread held
-    Python's list of threads, and hangs before it can run any handler (CPython 3.11, with gloo).
+    SIGTERM does not end workers that ignore it, nor one that was forked while another thread held
+    Python's list of threads and hangs before it can run any handler (CPython 3.11, with gloo).
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker ends
     for worker in multiprocessing.active_children():

@@ -1,4 +1,4 @@
-"""The signals that stop a run, and who handles them. Without torch."""
+"""The signals that stop a run, and their handlers. It needs no torch."""
 
 import signal
 import threading
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# `timeout` and batch systems signal a process and its group, which makes two of one.
+# `timeout` and batch systems signal a process and its group: one signal arrives twice.
 ECHO = 1.0  # seconds
 
 
 class Once:
-    """Tells a second signal from the echo of the first."""
+    """Distinguishes a second signal from the echo of the first."""
 
     def __init__(self) -> None:
         self._last = -ECHO
@@ -26,18 +26,18 @@ class Once:
         return True
 
     def forget(self) -> None:
-        """The next one is not an echo."""
+        """Treat the next signal as new."""
         self._last = -ECHO
 
 
 def handle(handler: Callable[..., None] | signal.Handlers) -> dict[int, Any]:
-    """From now on this handler has the signals; returns those before. In the main thread only."""
+    """Install a handler of the signals, in the main thread only; return the handlers before."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {signum: signal.signal(signum, handler) for signum in STOPPING}
 
 
 def put_back(handlers: Mapping[int, Any]) -> None:
-    """Handlers that `handle` returned; None, of code outside of Python, becomes the default."""
+    """Restore handlers from `handle`; None, a handler outside of Python, becomes the default."""
     for signum, handler in handlers.items():
         signal.signal(signum, handler or signal.SIG_DFL)

@@ -24,23 +24,23 @@ _IMAGES = (*OF_DATA, "mean", "std")
 def warm_start(module: nn.Module, given: str | Path) -> str:
     """Load the weights of an earlier run into a network; a head of another size is left out.
 
-    Tensors are matched by name, without the prefix (`model.`, `net.`) that a file has them under.
+    Tensors are matched by name, without the prefix (`model.`, `net.`) under which a file has them.
     The head is every tensor whose shape differs only by the number of classes (words, for
     captions). If the number is the same and the classes or words differ, the head is the module
-    that makes the outputs, and the embedding of words. Learned positions of attnkit's `ViT` are
+    that computes the outputs, and the embedding of words. Learned positions of attnkit's `ViT` are
     resampled to the image size. What `finetune.lora` has added is not changed.
 
     Args:
-        module: a LightningModule or any network, in place.
-        given: a checkpoint, or other weights as of `timm_backbone`: a file, a Hugging Face folder,
+        module: a LightningModule or any network, changed in place.
+        given: a checkpoint, or other weights as in `timm_backbone`: a file, a Hugging Face folder,
             `hf-hub:NAME`.
 
     Returns:
-        one line: where the weights are from, and what was left out.
+        One line about where the weights are from, and what was left out.
 
     Raises:
-        UserError: it cannot be read, or other tensors do not fit; the first of them are named with
-            both shapes. The module is as it was.
+        UserError: the weights cannot be read, or other tensors do not fit; the first of them are
+            named with both shapes. The module is unchanged.
     """
     state, arguments, (keys, has_unknown) = _read(given)
     network = getattr(module, "model", None)
@@ -56,7 +56,7 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
     shapes = [{n: list(t.shape) for n, t in tensors.items()} for tensors in (state, here)]
     wrong = _misfits(*shapes)
     if any(name not in head for name in wrong):
-        first = _first([said for name, said in wrong.items() if name not in head])
+        first = _first([text for name, text in wrong.items() if name not in head])
         raise UserError(f"init: {given} does not fit the model: {first}")
     fitting = {n: t for n, t in state.items() if n not in wrong and n not in head}
     target.load_state_dict(fitting, strict=False)
@@ -69,9 +69,9 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
 def _of_target(
     given: str | Path, state: dict[str, Tensor], module: nn.Module, target: nn.Module
 ) -> dict[str, Tensor]:
-    """The part of a state dict that is the target's, `module.model` or the module itself."""
+    """Return the part of a state dict for the target, `module.model` or the module itself."""
     rest = {name for name in state if not name.startswith("model.")}
-    if target is not module and rest and rest <= module.state_dict().keys():  # of such a module
+    if target is not module and rest and rest <= module.state_dict().keys():  # from such a module
         return {n.removeprefix("model."): t for n, t in state.items() if n not in rest}
     try:
         return of_network(state, target.state_dict())
@@ -80,7 +80,7 @@ def _of_target(
 
 
 def trained_on(given: str | Path) -> dict[str, Any]:
-    """The size, mean, standard deviation, … of images that a checkpoint says it was trained on.
+    """Return size, mean, standard deviation, … of the images that a checkpoint was trained on.
 
     Raises:
         UserError: the checkpoint cannot be read.
@@ -94,8 +94,7 @@ def trained_on(given: str | Path) -> dict[str, Any]:
 def _read(
     given: str | Path,
 ) -> tuple[dict[str, Tensor], Mapping[str, Any], tuple[Tensor | None, bool]]:
-    """The tensors, the hyper-parameters where there are some, and what is known of its training, by
-    `training_of`."""
+    """Return the tensors, the hyper-parameters, if any, and the result of `training_of`."""
     if _is_checkpoint(given):
         from attnkit.finetune.low_rank import merge_state_dict
 
@@ -117,7 +116,7 @@ def _is_checkpoint(given: str | Path) -> bool:
 
 
 def _num_outputs(arguments: Mapping[str, Any]) -> int | None:
-    """Classes or words, by the hyper-parameters of a module."""
+    """Return the number of classes or words in the hyper-parameters of a module."""
     model = arguments.get("model") or {}
     nodes = [arguments, model, (model.get("decoder") or {}) if isinstance(model, Mapping) else {}]
     for node in nodes:
@@ -130,13 +129,13 @@ def _num_outputs(arguments: Mapping[str, Any]) -> int | None:
 def _head(
     state: Mapping[str, Tensor], here: Mapping[str, Tensor], there: int | None, outputs: int | None
 ) -> list[str]:
-    """Names of tensors whose shapes differ by the number of outputs alone."""
+    """Return the names of tensors whose shapes differ by the number of outputs alone."""
     if outputs is None:
         return []
     head = []
     for name, tensor in here.items():
         shape = tuple(tensor.shape)
-        if name not in state:  # of a network without a head
+        if name not in state:  # the network there has no head
             if outputs in shape and not any(n.startswith(_layer(name)) for n in state):
                 head.append(name)
             continue
@@ -145,7 +144,7 @@ def _head(
         if len(old) != len(shape) or len(differ) != 1:
             continue
         (place,) = differ
-        # without hyper-parameters, the number of the first one found is that of all
+        # without hyper-parameters, the first number found is that of all
         there = there or old[place]
         if shape[place] == outputs and old[place] == there:
             head.append(name)
@@ -153,21 +152,21 @@ def _head(
 
 
 def _other_outputs(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What says that as many classes or words are other ones; nothing where one is not known."""
+    """Return how equally many classes or words differ; empty if one side is unknown."""
     classes = [arguments.get("class_names") or () for arguments in (there, here)]
     tokenizers = [arguments.get("vocabulary") or {} for arguments in (there, here)]
     words = [tokenizer.get("words") or () for tokenizer in tokenizers]
     for of, sides in (("class", classes), ("word", words)):
         if len(sides[0]) == len(sides[1]):
             pairs = zip(*sides, strict=True)
-            if said := [f"{of} {a!r} there is {b!r} here" for a, b in pairs if a != b]:
-                return said
+            if texts := [f"{of} {a!r} there is {b!r} here" for a, b in pairs if a != b]:
+                return texts
     is_known = all(tokenizers) and not all(words)
     return ["the tokenizer is another"] if is_known and tokenizers[0] != tokenizers[1] else []
 
 
 def _outputs_of(target: nn.Module, outputs: int | None) -> list[str]:
-    """The names of all that has a row for each class or word: the head, and embeddings of words."""
+    """Return the names of tensors with a row for each class or word: head and word embeddings."""
     found = finetuned(target)
     modules = dict(target.named_modules())
     names = {*((found and found[2].head) or head_of(target))}
@@ -189,7 +188,7 @@ def _layer(name: str) -> str:
 def _resampled(
     target: nn.Module, state: Mapping[str, Tensor], here: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """With learned positions of a square grid at the grid of the network here."""
+    """Return the state dict with learned positions of a square grid resampled to the grid here."""
     fitted = dict(state)
     for prefix, module in target.named_modules():
         name = f"{prefix}.position_table".lstrip(".")
@@ -204,7 +203,7 @@ def _resampled(
 
 
 def _misfits(there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> dict[str, str]:
-    """What does not fit, with both sides; not what LoRA adds."""
+    """Return what does not fit, with both sides, except what LoRA adds."""
     wrong = {}
     for name in dict.fromkeys([*here, *there]):
         if there.get(name) == here.get(name) or (name not in there and "lora_" in name):
@@ -215,6 +214,6 @@ def _misfits(there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> d
     return wrong
 
 
-def _first(said: Sequence[str]) -> str:
-    more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
-    return "; ".join(said[:_SHOWN]) + more
+def _first(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more

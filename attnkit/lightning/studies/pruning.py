@@ -1,4 +1,4 @@
-"""The callback that ends a trial of a study early, when the pruner finds it not worth going on."""
+"""The callback that ends a trial of a study early if the pruner decides so."""
 
 import math
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from attnkit.lightning.studies.study import PRUNED, make_pruner, open_study
 class Pruning(Callback):
     """Reports the metric to an Optuna study after each epoch; its pruner may end the trial.
 
-    A trial that is pruned ends with `optuna.TrialPruned` and the file pruned.txt in its folder. A
+    A pruned trial ends with `optuna.TrialPruned` and the file pruned.txt in its folder. A
     trial that the study does not count as running, such as a retried one, is not reported.
 
     Args:
-        folder: of the run.
-        storage: the file of a journal, or a URL of Optuna's.
-        study: name of the study in it.
-        trial: its number in the study.
-        monitor: the metric.
+        folder: run folder.
+        storage: file of a journal, or a URL of Optuna.
+        study: name of the study in the storage.
+        trial: number of the trial in the study.
+        monitor: metric to report.
         pruner: name of the pruner: median, percentile, successive_halving, hyperband, threshold.
         options: arguments of Optuna's class.
 
     Raises:
-        UserError: there is no such study.
+        UserError: the study does not exist.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Pruning(Callback):
         self._study.pruner = self.pruner
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report, and end the trial if the pruner says so; on every rank or on none."""
+        """Report the metric; end the trial on every rank if the pruner decides so."""
         pruned = self._report(trainer) if trainer.is_global_zero else ""
         if pruned := trainer.strategy.broadcast(pruned):
             from optuna import TrialPruned
@@ -67,7 +67,7 @@ class Pruning(Callback):
             return ""
         trial = optuna.Trial(self._study, frozen._trial_id)
         epoch = trainer.current_epoch
-        if epoch not in frozen.intermediate_values:  # it is, where an epoch is trained once more
+        if epoch not in frozen.intermediate_values:  # an epoch may be trained again
             trial.report(float(value), epoch)
         if not trial.should_prune():
             return ""

@@ -1,6 +1,6 @@
 """The storage of a study of Optuna, and its pruners.
 
-Without torch, for whoever checks settings.
+It needs no torch, so that settings are checked fast.
 """
 
 import warnings
@@ -26,18 +26,18 @@ PRUNERS = {
     "threshold": "ThresholdPruner",
 }
 PRUNED = "pruned.txt"
-"""What the callback `Pruning` leaves in the folder of a run that it ended."""
+"""The file that the callback `Pruning` leaves in the folder of a run that it ended."""
 
 
 def is_url(storage: str) -> bool:
-    """Whether it is a URL, for Optuna alone to read, or else the path of a journal."""
+    """Whether a storage is a URL, which only Optuna reads, or else the path of a journal."""
     return "://" in storage
 
 
 def lock_of(journal: str | Path) -> "BaseFileLock":
-    """What each write to a journal holds; in one process it is one lock, which may be taken twice.
+    """Return the lock for writes to a journal; a process has only one, which it may take twice.
 
-    Optuna's own locks stay for half a minute when their process is killed.
+    Optuna's own locks stay for half a minute if their process is killed.
     """
     from filelock import FileLock
 
@@ -46,13 +46,13 @@ def lock_of(journal: str | Path) -> "BaseFileLock":
 
 
 def open_storage(storage: str, *, make: bool = False) -> "BaseStorage":
-    """The storage of a study: a journal in a file, or what a URL of Optuna's names.
+    """Return the storage of a study: a journal in a file, or the target of a URL of Optuna.
 
     Args:
-        make: whether one may be begun.
+        make: whether a missing one is created.
 
     Raises:
-        UserError: there is none, or Optuna can't use it.
+        UserError: it does not exist, or Optuna can't use it.
     """
     import optuna
     from optuna.storages import JournalStorage, RDBStorage
@@ -72,14 +72,14 @@ def open_storage(storage: str, *, make: bool = False) -> "BaseStorage":
 
 
 def open_study(storage: str, name: str, *, make: bool = False, maximize: bool = False) -> "Study":
-    """A study that prunes nothing by itself.
+    """Return a study that prunes nothing by itself.
 
     Args:
-        make: whether it is begun where there is none.
-        maximize: whether more is better, if it is begun.
+        make: whether a missing one is created.
+        maximize: whether more is better, if it is created.
 
     Raises:
-        UserError: it is not there, or its storage can't be reached.
+        UserError: it does not exist, or its storage can't be reached.
     """
     import optuna
 
@@ -99,17 +99,17 @@ def open_study(storage: str, name: str, *, make: bool = False, maximize: bool = 
 
 
 def make_pruner(name: str, options: Mapping[str, Any] | None) -> "BasePruner":
-    """One of Optuna's pruners."""
+    """Return one of Optuna's pruners."""
     from optuna import pruners
 
     return made("pruner", getattr(pruners, PRUNERS[name]), options or {})
 
 
 def made(kind: str, make: Any, options: Mapping[str, Any]) -> Any:
-    """A sampler or a pruner with these options."""
+    """Return a sampler or a pruner with these options."""
     from optuna.exceptions import ExperimentalWarning
 
-    warnings.simplefilter("ignore", ExperimentalWarning)  # also for what it does later
+    warnings.simplefilter("ignore", ExperimentalWarning)  # also for its later steps
     try:
         return make(**options)
     except (TypeError, ValueError) as error:

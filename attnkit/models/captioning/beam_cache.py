@@ -1,11 +1,11 @@
-"""Hypotheses of one item that share one cache of keys and values."""
+"""A cache of keys and values that all hypotheses of an item share."""
 
 import torch
 from torch import Tensor
 
 
 class BeamCache:
-    """The columns of a cache that all hypotheses of an item write, and which each may read.
+    """The columns of a cache that the hypotheses of an item share, and the mask of their pasts.
 
     Each step every hypothesis writes one column behind those before. A hypothesis reads its own
     past only: a bias [batch, 1, num_beams, columns] is 0 there and −∞ elsewhere. When hypotheses
@@ -13,9 +13,9 @@ class BeamCache:
     reads the columns of all hypotheses, dead ones included.
 
     Args:
-        batch: items.
-        max_words: steps.
-        max_beams: the most hypotheses an item will have.
+        batch: number of items.
+        max_words: number of steps.
+        max_beams: largest number of hypotheses of an item.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class BeamCache:
         self.num_beams = 1
         self.num_words = 0
         self.num_columns = 0
-        self.places: list[int] = []  # of each column, that of its word in the sentence
+        self.places: list[int] = []  # the word position of each column
         self._dtype, self._device = dtype, device
         self._bias: Tensor | None = None
         self._own = torch.empty(0)
 
     def advance(self) -> Tensor | None:
-        """One more column for each hypothesis; returns the bias, None where nothing is hidden."""
+        """Add a column for each hypothesis and return the bias; None if nothing is hidden."""
         begin, end = self.num_columns, self.num_columns + self.num_beams
         self.places = self.places + [self.num_words] * self.num_beams
         self.num_words += 1
@@ -49,11 +49,11 @@ class BeamCache:
         return self._bias[..., :end]
 
     def expand(self, num_beams: int) -> None:
-        """From one hypothesis to several, all of the same past."""
+        """Turn the single hypothesis of each item into several with the same past."""
         if self.num_beams != 1 or not 1 <= num_beams <= self.max_beams:
             raise ValueError(
-                f"num_beams: expected 1 to {self.max_beams}, once, "
-                f"got {num_beams} of {self.num_beams}"
+                f"num_beams: expected 1 to {self.max_beams} from 1 hypothesis, "
+                f"got {num_beams} from {self.num_beams}"
             )
         self.num_beams = num_beams
         if num_beams > 1:
@@ -63,7 +63,7 @@ class BeamCache:
             self._own = self._bias.new_zeros(others.shape).masked_fill(others, -torch.inf)
 
     def select(self, beams: Tensor) -> None:
-        """Continue from some hypotheses of each item, integers [batch, num_beams]."""
+        """Continue from the chosen hypotheses of each item, integers [batch, num_beams]."""
         if beams.shape != (self.batch, self.num_beams):
             raise ValueError(
                 f"beams: expected {[self.batch, self.num_beams]}, got {list(beams.shape)}"
@@ -74,9 +74,9 @@ class BeamCache:
 
 
 def as_bias(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """A mask [batch, positions] as a bias [batch, 1, 1, positions], 0 where True and −∞ elsewhere,
-    and which items [batch, 1, 1, 1] have no position at all. The bias hides nothing from those, and
-    their values must be 0."""
+    """Return a mask [batch, positions] as a bias [batch, 1, 1, positions], 0 where True and −∞
+    elsewhere, and a mask [batch, 1, 1, 1] of the items without any position. The bias hides nothing
+    from these items, and their values must be 0."""
     if mask is None:
         return None, None
     is_dead = ~mask.any(dim=1, keepdim=True)

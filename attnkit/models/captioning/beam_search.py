@@ -1,4 +1,4 @@
-"""Beam search over a batch: the likeliest sentences, ended hypotheses kept."""
+"""Batched beam search, which keeps ended hypotheses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from attnkit.models.captioning.word_decoder import (
     without_pad_and_start,
 )
 
-SMALL = 256  # values in a row that are sorted at once, without asking whether some are equal
+SMALL = 256  # shorter rows are sorted at once, without a test for equal values
 
 
 def beam_search(
@@ -29,21 +29,21 @@ def beam_search(
     num_return: int,
     length_penalty: float,
 ) -> tuple[Tensor, Tensor]:
-    """The best sentences [batch, num_return, words] that the search finds, and their scores.
+    """Return the best sentences [batch, num_return, words] that are found, and their scores.
 
         score = log p(sentence) / ((5 + words) / 6)^length_penalty      (Wu et al., GNMT, 2016)
 
-    Each step extends the `num_beams` likeliest hypotheses of an item by every word. What ends
-    among the `num_beams` likeliest extensions is kept if it is one of the item's `num_return`
-    best, and the likeliest `num_beams` that do not end go on. An item is done when nothing that
-    goes on can reach a better score than the worst that is kept, since log-probabilities only
-    fall; the search ends when all are. Sentences that have not ended by `max_words` are taken only
-    where fewer than `num_return` have. With as many beams as there are extensions the search is
-    exhaustive. Of equal scores, that of the better hypothesis and then of the lower word is first.
+    Each step extends the `num_beams` likeliest hypotheses of an item by every word. An extension
+    that ends and is among the `num_beams` likeliest is kept if it is one of the item's `num_return`
+    best; the `num_beams` likeliest that do not end continue. An item is done when no continuing
+    hypothesis can score better than the worst one kept, since log-probabilities only fall; the
+    search ends when all items are done. Sentences that have not ended by `max_words` are returned
+    only where fewer than `num_return` have ended. With as many beams as there are extensions the
+    search is exhaustive. Ties go to the better hypothesis, then to the lower word.
 
     Args:
         step: `WordDecoder.step`.
-        state: fresh from `start`, with room for `num_beams`.
+        state: a new state from `start`, with room for `num_beams`.
     """
 
     def penalty(num_words: int) -> float:
@@ -59,17 +59,17 @@ def beam_search(
         logits = without_pad_and_start(step(word, state))
         scores, beams, words = _best_extensions(logits, live, 2 * num_beams)
         is_end = words == END
-        # what ends, among what has ended before
+        # merge the hypotheses that end now with those that ended before
         candidates = (scores / penalty(length)).masked_fill(~is_end, -torch.inf)[:, :num_beams]
         ended, kept = _largest(torch.cat([ended, candidates], dim=1), num_return)
         sentences = torch.cat([live_words[item, beams], words[..., None]], dim=2)
         padded = F.pad(sentences, (0, max_words - length), value=PAD)
         ended_words = torch.cat([ended_words, padded[:, :num_beams]], dim=1)[item, kept]
-        # what goes on; at most num_beams of 2 · num_beams extensions end
+        # continue the others; at most num_beams of 2 · num_beams extensions end
         live, kept = _largest(scores.masked_fill(is_end, -torch.inf), num_beams)
         beams, word = beams.gather(1, kept), words.gather(1, kept).flatten()
         live_words = sentences[item, kept]
-        # the largest penalty to come makes the most of a log-probability, which is negative
+        # log-probabilities are negative, so the largest penalty to come gives the best score
         bound = live[:, 0] / max(penalty(length + 1), penalty(max_words))
         if length == max_words or (ended[:, -1] >= bound).all():
             break
@@ -81,10 +81,10 @@ def beam_search(
 
 
 def _best_extensions(logits: Tensor, live: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probabilities, hypotheses and words [batch, count] of the likeliest extensions.
+    """Return log-probabilities, hypotheses and words [batch, count] of the likeliest extensions.
 
-    Of each hypothesis only its best words are looked at, so that the log-probabilities of all
-    words are never formed.
+    Only the best words of each hypothesis are considered, so that the log-probabilities of all
+    words are never computed.
     """
     best, words = _largest(logits, count)
     scores = best - logits.logsumexp(dim=-1, keepdim=True)
@@ -94,15 +94,15 @@ def _best_extensions(logits: Tensor, live: Tensor, count: int) -> tuple[Tensor, 
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest values of each row, in order, and where they are; of equals the first.
+    """Return the largest values of each row, in order, and their indices; ties go to the first.
 
-    With fewer values in a row than that, it is filled up with −∞.
+    A row with fewer values is padded with −∞.
     """
     size = values.shape[1]
     has_equals = True
     if size > SMALL:
         found, index = values.topk(min(count + 1, size), dim=1)
-        has_equals = bool((found[:, 1:] == found[:, :-1]).any())  # of which topk takes any
+        has_equals = bool((found[:, 1:] == found[:, :-1]).any())  # topk breaks ties at random
     if has_equals:
         found, index = values.sort(dim=1, descending=True, stable=True)
     found, index = found[:, :count], index[:, :count]
@@ -116,11 +116,11 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _with_unfinished(
     ended: Tensor, ended_words: Tensor, live: Tensor, live_words: Tensor, num_return: int
 ) -> tuple[Tensor, Tensor]:
-    """The sentences that ended, and where they are too few the best of those that did not."""
+    """Return the ended sentences, completed by the best unfinished ones where too few ended."""
     length = live_words.shape[2]
     words = torch.cat([ended_words[..., :length], live_words], dim=1)
     scores = torch.cat([ended, live], dim=1)
-    # both are in order already; only what is missing goes behind the rest
+    # both are sorted already; only the missing ones (−∞) move to the end
     order = (scores == -torch.inf).int().sort(dim=1, stable=True).indices[:, :num_return]
     item = torch.arange(len(words), device=words.device)[:, None]
     words, scores = words[item, order], scores[item, order]

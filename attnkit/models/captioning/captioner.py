@@ -1,4 +1,4 @@
-"""From images to sentences: an encoder and a decoder of words."""
+"""The image captioner: an encoder of images and a decoder of words."""
 
 from typing import Annotated, Any
 
@@ -24,14 +24,14 @@ class Captioner(nn.Module):
 
         logits = captioner(images, words[:, :-1])          teacher forcing
         loss = captioner.loss(images, words)["loss"]
-        said = captioner.generate(images, method="beam", num_beams=5, return_weights=True)
-        maps = said.weights.unflatten(-1, captioner.grid)  where it looked at each word
+        sentences = captioner.generate(images, method="beam", num_beams=5, return_weights=True)
+        maps = sentences.weights.unflatten(-1, captioner.grid)     the attention at each word
 
-    Words are integers: `PAD` 0, `START` 1, `END` 2, `UNKNOWN` 3 and those of the vocabulary; a
-    sentence is START, words, END, then PAD.
+    Words are integers: `PAD` 0, `START` 1, `END` 2, `UNKNOWN` 3, then the vocabulary. A sentence is
+    START, words, END, then PAD.
 
     A `ViTEncoder` also takes a list of images [channels, height, width], each of its own size. The
-    words of each image then look at its own positions alone; weights of others are 0.
+    words of an image then attend only to its own positions; all other weights are 0.
 
     Args:
         encoder: `CNNEncoder`, `ViTEncoder`, `TimmEncoder`, or any `ImageEncoder`.
@@ -58,30 +58,30 @@ class Captioner(nn.Module):
         return self.encoder.grid
 
     def grid_of(self, images: Images) -> tuple[int, int]:
-        """That of these images, which have one size."""
+        """Height and width of the grid of these images, which all have one size."""
         return self.encoder.grid_of(images)
 
     def encode(
         self, images: Images | OwnSizes
     ) -> Memory | list[Annotated[Tensor, "positions dim"]]:
-        """The memory of the images; of a list of them, that of each."""
+        """Return the memory of the images; for a list of images, a list of their memories."""
         return self.encoder(images)
 
     def forward(self, images: Images | OwnSizes, words: Words) -> Logits:
-        """The logits of the next word, after each word."""
+        """Return the logits of the next word after each word."""
         memory, mask = self._memory(images)
         return self.decoder(memory, words, mask)
 
     def loss(self, images: Images | OwnSizes, words: Words) -> dict[str, Annotated[Tensor, ""]]:
-        """The loss to minimize, "loss", and its terms; sentences begin with START."""
+        """Return the loss to minimize, "loss", and its terms; sentences begin with START."""
         memory, mask = self._memory(images)
         return self.decoder.loss(memory, words, mask)
 
     def generate(
         self, images: Images | OwnSizes, method: Method = "greedy", **options: Any
     ) -> Sentences:
-        """Sentences for the images, with the options of `attnkit.generate`; the encoder, too, is in
-        evaluation mode."""
+        """Generate sentences for the images, with the options of `attnkit.generate`; the encoder is
+        in evaluation mode too."""
         with evaluating(self), torch.no_grad():
             memory, mask = self._memory(images)
             return generate(self.decoder, memory, memory_mask=mask, method=method, **options)
@@ -95,7 +95,7 @@ class Captioner(nn.Module):
         }
 
     def _memory(self, images: Images | OwnSizes) -> tuple[Memory, MemoryMask]:
-        """The memory, and where images of several sizes have positions."""
+        """Return the memory, and a mask of its positions if the images have several sizes."""
         memory = self.encode(images)
         if isinstance(memory, Tensor):
             return memory, None

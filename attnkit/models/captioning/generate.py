@@ -1,4 +1,4 @@
-"""From a memory to sentences: greedy, by sampling, by beam search."""
+"""Generation of sentences from a memory: greedy, by sampling or by beam search."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
@@ -24,15 +24,15 @@ Method = Literal["greedy", "beam", "sample"]
 
 @dataclass(frozen=True, eq=False)
 class Sentences:
-    """The sentences that `generate` returns. With `num_return`, n of each item, the best first;
-    without, one, and the dimension n is missing.
+    """The sentences that `generate` returns. With `num_return` each item has n, the best first;
+    without it each item has one, and the dimension n is missing.
 
     words: w1, …, END, then PAD; no START. A sentence that had to stop at `max_words` has no END.
-    scores: the log-probability of the sentence. Beam search divides it by the length penalty. Of
-        drawn sentences it is at their temperature, before `top_k` and `top_p`.
-    weights: the attention to the memory at each word, 0 at PAD; None if not asked for. A recurrent
-        decoder has one layer and one head. `weights.unflatten(-1, grid)` are maps, of the encoder's
-        grid (height, width).
+    scores: the log-probability of each sentence, divided by the length penalty in beam search.
+        Sampled sentences have the one at their temperature, before `top_k` and `top_p`.
+    weights: the attention to the memory at each word, 0 at PAD; None unless requested. A recurrent
+        decoder has one layer and one head. `weights.unflatten(-1, grid)` gives maps on the
+        encoder's grid (height, width).
     """
 
     words: Annotated[Tensor, "batch *returned words", int]
@@ -65,24 +65,24 @@ def generate(
     | `"sample"` | a word drawn from softmax(logits / temperature) of the `top_k` likeliest, of |
     |            | those the fewest whose probabilities reach `top_p` (Holtzman et al. 2020)    |
 
-    PAD and START never occur; probabilities are of the other words. Of equally likely words or
-    sentences the one of the lower numbers is taken.
+    PAD and START never occur; probabilities are over the other words. Ties go to the word or the
+    sentence with the lower numbers.
 
     Args:
         decoder: a `WordDecoder`.
-        memory_mask: True = there; None: all are.
-        max_words: the longest sentence, END included; None: the decoder's.
-        num_beams: hypotheses of beam search; None: 5.
+        memory_mask: True where a position exists; None: everywhere.
+        max_words: longest sentence, END included; None: the decoder's.
+        num_beams: number of hypotheses of beam search; None: 5.
         length_penalty: α of GNMT (Wu et al. 2016): beam search looks for the largest
             log p / ((5 + words) / 6)^α, words counted with END; 0 is the likeliest sentence.
-        temperature, top_k, top_p: of sampling.
-        num_return: how many sentences of each item, drawn or the best found; None: one.
-        return_weights: whether to give the attention over the memory, too. It is computed at the
+        temperature, top_k, top_p: settings of sampling.
+        num_return: number of sentences of each item, drawn or the best found; None: one.
+        return_weights: whether to return the attention to the memory too. It is computed at the
             end, for these sentences.
-        generator: of the draws; None: torch's.
+        generator: random generator of sampling; None: torch's.
 
     Raises:
-        ValueError: the method does not have this option, or its value is out of range.
+        ValueError: an option that the method does not have, or a value out of range.
     """
     options = checked_options(
         method, num_beams, length_penalty, temperature, top_k, top_p, num_return
@@ -131,7 +131,7 @@ def checked_options(
     top_p: float | None,
     num_return: int | None = None,
 ) -> dict[str, Any]:
-    """The options of the method; ValueError at those it does not have."""
+    """Return the options of the method; raise ValueError for options that it does not have."""
     choice(get_args(Method), method=method)
     belongs = {
         "num_beams": ("beam", num_beams, None),
@@ -170,12 +170,12 @@ def _one_by_one(
     num_sentences: int,
     draw: dict[str, Any] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Words [batch, num_sentences, words] and their log-probabilities; the likeliest word each
-    time, or one that is drawn."""
+    """Return words [batch, num_sentences, words] and their log-probabilities. Each word is the
+    likeliest one, or is sampled if `draw` is given."""
     word = torch.full((batch * num_sentences,), START, device=device)
     is_done = torch.zeros(len(word), dtype=torch.bool, device=device)
     scores = torch.zeros(1, device=device)
-    said = []
+    chosen = []
     for _ in range(max_words):
         logits = without_pad_and_start(step(word, state))
         if draw is None:
@@ -187,11 +187,11 @@ def _one_by_one(
             best = logits.gather(1, word[:, None])[:, 0]
         scores = scores + (best - logits.logsumexp(dim=-1)).masked_fill(is_done, 0.0)
         word = word.masked_fill(is_done, PAD)
-        said.append(word)
+        chosen.append(word)
         is_done = is_done | (word == END)
         if is_done.all():
             break
-    words = torch.stack(said, dim=1).unflatten(0, (batch, num_sentences))
+    words = torch.stack(chosen, dim=1).unflatten(0, (batch, num_sentences))
     scores = scores.expand(batch * num_sentences).view(batch, num_sentences)
     if num_sentences > 1:
         scores, order = scores.sort(dim=1, descending=True, stable=True)
@@ -200,8 +200,8 @@ def _one_by_one(
 
 
 def kept_by_sampling(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """The logits [batch, words], −∞ where a word may not be drawn: not among the `top_k` likeliest,
-    or not needed for these to reach the probability `top_p`. One word is always left."""
+    """Return the logits [batch, words], −∞ for words that may not be drawn: those outside the
+    `top_k` likeliest, or not needed to reach the probability `top_p`. One word is always left."""
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
@@ -217,14 +217,14 @@ def kept_by_sampling(logits: Tensor, top_k: int | None, top_p: float | None) -> 
 def _weights_of(
     decoder: WordDecoder, memory: Tensor, memory_mask: Tensor | None, words: Tensor
 ) -> Tensor:
-    """The attention [batch, n, layers, heads, words, positions] to the memory at each word."""
+    """Return the attention [batch, n, layers, heads, words, positions] to the memory."""
     batch, num_sentences, _ = words.shape
-    said = words.flatten(0, 1)
-    before = torch.cat([said.new_full((len(said), 1), START), said[:, :-1]], dim=1)
+    flat = words.flatten(0, 1)
+    before = torch.cat([flat.new_full((len(flat), 1), START), flat[:, :-1]], dim=1)
     if num_sentences > 1:
         memory = memory.repeat_interleave(num_sentences, dim=0)
         if memory_mask is not None:
             memory_mask = memory_mask.repeat_interleave(num_sentences, dim=0)
     weights = decoder.word_weights(memory, before, memory_mask)
-    weights = weights.masked_fill((said == PAD)[:, None, None, :, None], 0.0)
+    weights = weights.masked_fill((flat == PAD)[:, None, None, :, None], 0.0)
     return weights.unflatten(0, (batch, num_sentences))

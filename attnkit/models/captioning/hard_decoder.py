@@ -1,4 +1,4 @@
-"""The recurrent decoder with hard attention: one position a word, learned by REINFORCE."""
+"""A recurrent decoder with hard attention: one position a word, trained by REINFORCE."""
 
 from math import log
 
@@ -14,8 +14,8 @@ from attnkit.models.captioning.word_decoder import PAD, Memory, MemoryMask, Word
 
 
 class HardRecurrentDecoder(RecurrentDecoder):
-    """`RecurrentDecoder` whose context is one position of the memory, drawn from α in training and
-    the likeliest in evaluation (Xu et al., Show, Attend and Tell, 2015, section 4.1).
+    """A `RecurrentDecoder` whose context is one position of the memory, drawn from α in training
+    and the likeliest in evaluation (Xu et al., Show, Attend and Tell, 2015, section 4.1).
 
         ℓ_t = −log p(word t | words before, positions s_1 … s_t),   s_t ~ α_t
         loss = mean_t ℓ_t + mean_t [Σ_{t'≥t} (ℓ_t' − b)] log α_t(s_t) − λ mean_t H(α_t)
@@ -23,18 +23,18 @@ class HardRecurrentDecoder(RecurrentDecoder):
     The brackets have no gradient: the first two terms together have, on average over the draws,
     the gradient of the expected mean of ℓ (REINFORCE, Williams 1992). b is a moving average of
     the mean of ℓ, the buffer `baseline`, which begins with log(vocabulary_size). H is the entropy.
-    The paper weighs each position by the whole sentence's loss; here it is that of the words that
-    could depend on it, which has the same mean and varies less. The paper replaces the draw by the
-    soft context half of the time; here it does not happen.
+    The paper weighs each position by the loss of the whole sentence. Here it is weighed by the loss
+    of the words that can depend on it, which has the same mean and less variance. The paper uses
+    the soft context instead of the draw half of the time; this class never does.
 
     Args:
         entropy: λ, not negative.
-        baseline_decay: how much of the moving average stays at each batch.
+        baseline_decay: share of the moving average that stays at each batch.
         the others: as in `RecurrentDecoder`, which has `doubly_stochastic` besides.
 
     Raises:
-        RuntimeError: `forward` in training and with gradients outside of `attnkit.record_draws`:
-            the draws have no gradient by themselves; `loss` records them.
+        RuntimeError: `forward` in training and with gradients, outside of `attnkit.record_draws`:
+            the draws have no gradient of their own; `loss` records them.
     """
 
     baseline: Tensor
@@ -77,7 +77,7 @@ class HardRecurrentDecoder(RecurrentDecoder):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The baseline: the loss of words that are all as likely."""
+        """Set the baseline to the loss of equally likely words."""
         self.baseline.fill_(log(self.vocabulary_size))
 
     def normalizer(self) -> str | Normalizer:
@@ -86,8 +86,8 @@ class HardRecurrentDecoder(RecurrentDecoder):
     def loss(
         self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> dict[str, Tensor]:
-        """The loss to minimize, "loss" = cross_entropy + reinforce − λ · entropy, and its terms;
-        in evaluation, where nothing is drawn, the cross-entropy alone."""
+        """Return the loss to minimize, "loss" = cross_entropy + reinforce − λ · entropy, and its
+        terms; in evaluation, where nothing is drawn, only the cross-entropy."""
         if not self.training:
             return super().loss(memory, words, memory_mask)
         with record_draws() as draws:

@@ -1,4 +1,4 @@
-"""From images to memories: encoders whose positions are a grid over the image."""
+"""Encoders of images into memories whose positions form a grid over the image."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +17,8 @@ from attnkit.models.vit import Images, OwnSizes, PositionKind, ViT
 
 
 class ImageEncoder(nn.Module):
-    """Base of the encoders: images [batch, in_channels, height, width] of one size in, a memory
-    [batch, height · width of the grid, dim] out, row by row as an image is read.
+    """Base class of the encoders: images [batch, in_channels, height, width] of one size in, a
+    memory [batch, height · width of the grid, dim] out, in row-major order.
 
     Attributes:
         image_size: (height, width) in pixels.
@@ -34,11 +34,11 @@ class ImageEncoder(nn.Module):
         self.image_size = pair("image_size", image_size)
 
     def grid_of(self, images: Images) -> tuple[int, int]:
-        """The grid of images of one size; that of `image_size`, where no other can be."""
+        """Return the grid of images of one size; here only `image_size` is possible."""
         return self.grid
 
     def check(self, images: Images) -> None:
-        """ValueError at images of another size, TypeError at a list of them."""
+        """Raise ValueError for images of another size and TypeError for a list of images."""
         if not isinstance(images, Tensor):
             raise TypeError(
                 f"images: {type(self).__name__} takes one tensor [batch, channels, height, width], "
@@ -54,20 +54,20 @@ class ImageEncoder(nn.Module):
 class CNNEncoder(ImageEncoder):
     """A small convolutional network, for images of a few dozen pixels.
 
-        y = relu(norm(conv(y)))    of every number in `stages`; between stages max_pool(y)
+        y = relu(norm(conv(y)))    for every number in `stages`; between stages max_pool(y)
         memory = norm(W y) + position_scale · positions
 
-    With four stages 48 pixels give 6 × 6 positions. Convolutions are 3 × 3, and pooled as in VGG
-    (Simonyan and Zisserman 2015) with batch norms: a stem of stride 2 would blur things of ten
-    pixels. Positions are sinusoidal in 2-D, added last and large: else the decoder learns what is
-    in the image long before it learns where.
+    Four stages turn 48 pixels into 6 × 6 positions. Convolutions are 3 × 3 and followed by pooling,
+    as in VGG (Simonyan and Zisserman 2015) with batch norms: a stem of stride 2 would blur objects
+    of ten pixels. Positions are sinusoidal in 2-D, added last and large; otherwise the decoder
+    learns what is in the image long before it learns where.
 
     Args:
-        image_size, in_channels: of the images.
+        image_size, in_channels: size and channels of the images.
         dim: channels of the memory, a multiple of 4.
         stages: channels of every convolution, stage by stage; each stage after the first has half
             the resolution of the one before.
-        position_scale: of the positions; 1 / √2 is their root mean square at 1.
+        position_scale: factor of the positions, whose root mean square is 1 / √2 without it.
 
     Raises:
         ValueError: sizes that are not positive or not a multiple of 4, or more stages than the
@@ -118,14 +118,14 @@ class CNNEncoder(ImageEncoder):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The positions; they are not learned."""
+        """Compute the positions, which are not learned."""
         with torch.device("cpu"):
             table = sincos_2d(self.grid, self.dim)
         self.positions.copy_(self.position_scale * table)
 
     def forward(self, images: Images) -> Annotated[Tensor, "batch positions dim"]:
         self.check(images)
-        # channels last: a third less time on a CPU
+        # channels last takes a third less time on a CPU
         maps = self.network(images.contiguous(memory_format=torch.channels_last))
         return self.norm(self.proj(maps.flatten(2).transpose(1, 2))) + self.positions
 
@@ -133,12 +133,12 @@ class CNNEncoder(ImageEncoder):
 class ViTEncoder(ImageEncoder):
     """The patch tokens of attnkit's `ViT` after its last block and norm.
 
-    Of a list of images [in_channels, height, width], each of its own size, the memory is a list,
-    [positions, dim] of each: its own patches, which saw each other alone.
+    For a list of images [in_channels, height, width], each of its own size, the memory is a list of
+    [positions, dim]; the patches of an image attend only to each other.
 
     Args:
-        image_size, in_channels: of the images.
-        patch_size: side in pixels; None: 8.
+        image_size, in_channels: size and channels of the images.
+        patch_size: side of a patch in pixels; None: 8.
         dim, depth, num_heads, mlp_ratio, score, dropout_p, drop_path, native: as in `ViT`.
     """
 
@@ -206,14 +206,14 @@ class TimmEncoder(ImageEncoder):
     Class and register tokens are left out, so that every position is a place in the image.
 
     Args:
-        name: as `timm.list_models()` has it: "resnet18", "vit_small_patch16_224", …
-        image_size, in_channels: of the images; a Transformer's positions are made anew for them.
-        dim: channels of the memory; None: those of the network, unprojected.
-        pretrained: with weights, which timm downloads or finds in its cache.
+        name: a name of `timm.list_models()`: "resnet18", "vit_small_patch16_224", …
+        image_size, in_channels: size and channels of the images; a Transformer's positions are
+            resampled to this size.
+        dim: channels of the memory; None: those of the network, without a projection.
+        pretrained: whether to load timm's weights, which timm downloads or finds in its cache.
         weights: other weights, as in `timm_backbone`.
-        frozen: the network is not trained: no gradients, and always in evaluation mode, so that
-            its batch norms stay as they are. The projection is trained.
-
+        frozen: whether the network stays as it is: it has no gradients and is always in evaluation
+            mode, which keeps its batch norms. The projection is trained.
     Raises:
         ValueError: an unknown name, weights that cannot be loaded, or features that do not form a
             grid.
@@ -257,7 +257,7 @@ class TimmEncoder(ImageEncoder):
         return self
 
     def _maps(self, images: Tensor) -> Tensor:
-        """The features as maps [batch, channels, rows, columns]."""
+        """Return the features as maps [batch, channels, rows, columns]."""
         features = self.network.forward_features(images)
         if features.ndim == 4:
             is_last = getattr(self.network, "output_fmt", "NCHW") == "NHWC"

@@ -1,4 +1,4 @@
-"""One look at a memory from a recurrent state, by any score of Bahdanau and Luong."""
+"""Attention from a recurrent state to a memory, with the scores of Bahdanau and Luong."""
 
 from typing import Literal, get_args
 
@@ -26,16 +26,16 @@ class MemoryAttention(nn.Module):
     |-----------------------|------------------------------------------------------------------|
     | `"additive"`          | vᵀ tanh(W_s s + W_m m + b) (Bahdanau et al. 2015; Xu et al. 2015) |
     | `"general"`           | sᵀ W m (Luong et al. 2015)                                       |
-    | `"dot"`, `"scaled_dot"` | s·m, and that / √memory_dim; both have as many channels        |
+    | `"dot"`, `"scaled_dot"` | s·m, and s·m / √memory_dim; state_dim must equal memory_dim    |
 
-    States [batch, queries, state_dim] look at a memory [batch, positions, memory_dim], of which
+    States [batch, queries, state_dim] attend to a memory [batch, positions, memory_dim], for which
     `remember` computes once what does not depend on the state; [batch, queries, memory_dim] out.
 
     Args:
         state_dim, memory_dim: channels.
-        attention_dim: channels of the additive score; the others have none.
+        attention_dim: channels of the additive score; other scores do not use it.
         score: how well a state matches a position.
-        normalizer: how scores become weights; in evaluation what it becomes there.
+        normalizer: how scores become weights; in evaluation, its `evaluated()` form.
 
     Raises:
         ValueError: an unknown score, or a dot product of unequal channels.
@@ -70,21 +70,21 @@ class MemoryAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The matrix of "general" Xavier-uniform."""
+        """Initialize the matrix of "general" Xavier-uniform."""
         if self.weight is not None:
             nn.init.xavier_uniform_(self.weight)
 
     def remember(self, memory: Tensor) -> KeyValueCache:
-        """Keys and values of a memory that many steps will read."""
+        """Return the keys and values of a memory, which many steps will read."""
         key = memory if self.key_proj is None else self.key_proj(memory)
         return KeyValueCache.of(key[:, None], memory[:, None])
 
     def forward(self, states: Tensor, memory: KeyValueCache, mask: Padding | None = None) -> Tensor:
-        """The contexts of the states.
+        """Return the contexts of the states.
 
         Args:
-            memory: what `remember` made of it.
-            mask: which positions there are.
+            memory: the result of `remember`.
+            mask: the positions that exist.
         """
         query, score, normalizer = self._prepare(states)
         context = attend(
@@ -101,7 +101,7 @@ class MemoryAttention(nn.Module):
         rows: Indices = None,
         heads: Indices = None,
     ) -> Tensor:
-        """α of `forward`, [batch, 1, queries, positions]; differentiable."""
+        """Return α of `forward`, [batch, 1, queries, positions]; differentiable."""
         query, score, normalizer = self._prepare(states)
         return attention_weights(
             query, memory.key, score=score, mask=mask, normalizer=normalizer, rows=rows, heads=heads

@@ -1,4 +1,4 @@
-"""The recurrent decoder of words with soft attention to the memory."""
+"""A recurrent decoder of words with soft attention to the memory."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class RecurrentDecoder(WordDecoder):
     Attend and Tell, 2015).
 
         h_0 = tanh(W_h m̄),  c_0 = tanh(W_c m̄)                  m̄ the mean of the memory
-        z_t = attention(h_{t−1}, memory)                         by the score that was chosen
+        z_t = attention(h_{t−1}, memory)                         with the chosen score
         β_t = sigmoid(w·h_{t−1} + b)                             the gating scalar; 1 without `gate`
         h_t, c_t = LSTM([E y_{t−1}, β_t z_t], (h_{t−1}, c_{t−1}))
         logits_t = W_o dropout(E y_{t−1} + W_s h_t + W_z β_t z_t)
 
-    On the grid of an image it is the captioner of Show, Attend and Tell; on the tokens of a
-    sentence the encoder–decoder of Bahdanau et al., with an LSTM where they have a gated unit.
-    Luong et al. attend from h_t rather than h_{t−1}; their scores are here, in Bahdanau's order.
+    With the grid of an image as memory it is the captioner of Show, Attend and Tell; with the
+    tokens of a sentence it is the encoder–decoder of Bahdanau et al., with an LSTM for their gated
+    unit. Luong et al. attend from h_t rather than h_{t−1}; here their scores have Bahdanau's order.
 
-    With `doubly_stochastic` λ the loss has λ · mean over items of Σ_j (1 − Σ_t α_tj)², over the
-    positions j, which asks that every position is looked at (Xu et al. 2015, who sum).
+    With `doubly_stochastic` λ the loss includes λ · mean over items of Σ_j (1 − Σ_t α_tj)², over
+    the positions j, which encourages attention to every position (Xu et al. 2015, who sum).
 
     Args:
         vocabulary_size, max_words, label_smoothing: as in `WordDecoder`.
-        dim: channels of the state; of the words' embedding too if that is None.
+        dim: channels of the state, and of the word embedding unless `embedding_dim` is given.
         memory_dim, embedding_dim: channels of memory and embedding; None: `dim`.
-        attention_dim: channels of the additive score, which no other score has; None: `dim`.
+        attention_dim: channels of the additive score; other scores have none; None: `dim`.
         score: "additive", "general", "dot" or "scaled_dot", as in `MemoryAttention`.
         gate: whether the context is multiplied by the gating scalar.
         doubly_stochastic: λ, not negative; the paper's is 1.
-        dropout_p: before the output layer, in training only.
-        tie_embeddings: whether the words' embedding E is W_o too.
+        dropout_p: dropout before the output layer, in training only.
+        tie_embeddings: whether the word embedding E is also the output layer W_o.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RecurrentDecoder(WordDecoder):
             self.head.weight = self.embedding.weight
 
     def normalizer(self) -> str | Normalizer:
-        """How scores become weights."""
+        """Return the normalizer, which turns scores into weights."""
         return "softmax"
 
     def forward(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Logits:
@@ -108,7 +108,8 @@ class RecurrentDecoder(WordDecoder):
     def loss(
         self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> dict[str, Tensor]:
-        """The loss to minimize, "loss" = cross_entropy + λ · doubly_stochastic, and its terms."""
+        """Return the loss to minimize, "loss" = cross_entropy + λ · doubly_stochastic, and its
+        terms."""
         if not self.doubly_stochastic:
             return super().loss(memory, words, memory_mask)
         logits, weights = self._run(memory, words[:, :-1], memory_mask, with_weights=True)
@@ -149,7 +150,8 @@ class RecurrentDecoder(WordDecoder):
     def _run(
         self, memory: Tensor, words: Tensor, memory_mask: Tensor | None, *, with_weights: bool
     ) -> tuple[Tensor, Tensor]:
-        """Logits [batch, words, vocabulary_size] and, if wanted, α [batch, words, positions]."""
+        """Return logits [batch, words, vocabulary_size] and, with `with_weights`, α [batch, words,
+        positions]."""
         self.check(memory, words, memory_mask)
         state = RecurrentState(self, memory, memory_mask)
         embedded = self.embedding(words)
@@ -165,7 +167,7 @@ class RecurrentDecoder(WordDecoder):
     def _advance(
         self, embedded: Tensor, state: RecurrentState, *, with_weights: bool
     ) -> tuple[Tensor, Tensor]:
-        """The gated context [rows, memory_dim] of the next word, and α [rows, positions]."""
+        """Advance a word; return its gated context [rows, memory_dim] and α [rows, positions]."""
         # the hypotheses of an item are queries to its one memory
         items = state.memory.value.shape[0]
         beams = state.hidden.shape[0] // items if items else 1
@@ -191,7 +193,7 @@ class RecurrentDecoder(WordDecoder):
 
 
 class RecurrentState:
-    """The states of the LSTM and the memory with its keys, which `RecurrentDecoder` keeps."""
+    """The decoding state of `RecurrentDecoder`: the states of the LSTM, the memory and its keys."""
 
     def __init__(
         self, decoder: RecurrentDecoder, memory: Tensor, memory_mask: Tensor | None

@@ -1,4 +1,4 @@
-"""The Transformer decoder of words, and its state while decoding."""
+"""A Transformer decoder of words and its decoding state."""
 
 from typing import Any, Literal, get_args
 
@@ -34,16 +34,16 @@ class TransformerDecoder(WordDecoder):
 
     Decoding keeps keys and values of the words in one cache for each layer, allocated once, and
     those of the memory, projected once. The hypotheses of an item are queries to one memory and one
-    cache, and a bias hides from each what is not its own past, so that beam search copies no keys.
+    cache; a bias hides from each all but its own past, so that beam search copies no keys.
 
     Args:
         vocabulary_size, max_words, memory_dim, label_smoothing: as in `WordDecoder`; `memory_dim`
             None: `dim`.
         dim, depth, num_heads, mlp_ratio: channels, blocks, heads, and the MLP's width over `dim`.
-        positions: of the words: "learned", "sincos" (fixed), "rotary" (Su et al. 2021), "alibi"
-            (Press et al. 2022), "relative" (a learned bias for each distance, one for all layers,
-            as in T5), or None, where the causal mask alone tells the order.
-        tie_embeddings: whether the words' embedding is the output layer too (Press and Wolf 2017).
+        positions: position encoding of the words: "learned", "sincos" (fixed), "rotary" (Su et al.
+            2021), "alibi" (Press et al. 2022), "relative" (a learned bias for each distance, one
+            for all layers, as in T5), or None: only the causal mask conveys the order.
+        tie_embeddings: whether the word embedding is also the output layer (Press and Wolf 2017).
         qkv_bias, qk_norm, score, dropout_p, attention_dropout_p, activation, norm_eps, backend: as
             in `TransformerBlock`.
     """
@@ -111,7 +111,7 @@ class TransformerDecoder(WordDecoder):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Embedding and output layer normal, the positions that are not learned."""
+        """Initialize embedding and output layer normal, and compute fixed positions."""
         nn.init.normal_(self.embedding.weight, std=0.02)
         if self.head.weight is not self.embedding.weight:
             nn.init.normal_(self.head.weight, std=0.02)
@@ -151,7 +151,7 @@ class TransformerDecoder(WordDecoder):
         num_before = state.num_words
         bias = state.advance()
         if self.distance_bias is not None:
-            # the cache has columns of all hypotheses, several at each place in the sentence
+            # the cache has columns of all hypotheses, several at each word position
             row = self.distance_bias(1, num_before + 1, offset=num_before)
             row = row[..., state.places]
             bias = row if bias is None else row + bias
@@ -199,7 +199,7 @@ class TransformerDecoder(WordDecoder):
 
 
 class TransformerState(BeamCache):
-    """The keys and values of words and memory that `TransformerDecoder` keeps."""
+    """The decoding state of `TransformerDecoder`: keys and values of words and memory."""
 
     def __init__(
         self,

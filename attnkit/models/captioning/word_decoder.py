@@ -1,4 +1,4 @@
-"""The base of all decoders of words: teacher forcing, decoding step by step, loss."""
+"""Base class of the decoders of words: teacher forcing, step-by-step decoding, loss."""
 
 from typing import Annotated, Any, Protocol
 
@@ -18,21 +18,21 @@ PAD, START, END, UNKNOWN = 0, 1, 2, 3
 
 
 class DecodingState(Protocol):
-    """What a decoder keeps between steps, for one or several hypotheses of each item."""
+    """The state that a decoder keeps between steps, for one or several hypotheses of each item."""
 
     def expand(self, num_beams: int) -> None:
-        """From one hypothesis of each item to that many, all the same."""
+        """Turn the single hypothesis of each item into `num_beams` equal ones."""
 
     def select(self, beams: Tensor) -> None:
-        """Continue from some hypotheses: integers [batch, num_beams], numbers within the item."""
+        """Continue from the chosen hypotheses: integers [batch, num_beams], counted by item."""
 
 
 class WordDecoder(nn.Module):
-    """Base of the decoders: next words from a memory and the words so far.
+    """Base class of the decoders, which predict the next word from a memory and the words so far.
 
-    A memory is [batch, positions, memory_dim], what an encoder made of an image or a sentence.
-    Words are integers, `PAD` 0, `START` 1, `END` 2, `UNKNOWN` 3 and the vocabulary's own; a
-    sentence is START, words, END and then PAD.
+    A memory [batch, positions, memory_dim] is the encoding of an image or a sentence. Words are
+    integers: `PAD` 0, `START` 1, `END` 2, `UNKNOWN` 3, then the vocabulary. A sentence is START,
+    words, END, then PAD.
 
         logits = decoder(memory, words[:, :-1])        teacher forcing, all words at once
 
@@ -42,10 +42,10 @@ class WordDecoder(nn.Module):
     Subclasses define `forward`, `start`, `step` and `word_weights`.
 
     Args:
-        vocabulary_size: how many words, the four above included.
-        max_words: the longest sentence in words, END included.
+        vocabulary_size: number of words, the four above included.
+        max_words: longest sentence in words, END included.
         memory_dim: channels of the memory.
-        label_smoothing: of the cross-entropy in training (Szegedy et al. 2016).
+        label_smoothing: smoothing of the cross-entropy in training (Szegedy et al. 2016).
 
     Raises:
         ValueError: sizes that do not fit or are not positive, unknown choices.
@@ -64,11 +64,11 @@ class WordDecoder(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, memory: Memory, words: Words, memory_mask: MemoryMask = None) -> Logits:
-        """The logits of the next word, after each word.
+        """Return the logits of the next word after each word.
 
         Args:
-            words: beginning with START.
-            memory_mask: True = there; None: all are.
+            words: sentences that begin with START.
+            memory_mask: True where a position exists; None: everywhere.
         """
         raise NotImplementedError
 
@@ -80,37 +80,37 @@ class WordDecoder(nn.Module):
         max_words: int | None = None,
         num_beams: int = 1,
     ) -> Any:
-        """The state before the first word, which holds the projected memory.
+        """Return the state before the first word, which holds the projected memory.
 
         Args:
-            max_words: how many steps there will be at most; None: as many as the decoder can.
-            num_beams: the most hypotheses of an item, the largest argument of `expand`.
+            max_words: largest number of steps; None: the decoder's `max_words`.
+            num_beams: largest number of hypotheses of an item, for `expand`.
         """
         raise NotImplementedError
 
     def step(
         self, words: Annotated[Tensor, "hypotheses", int], state: Any
     ) -> Annotated[Tensor, "hypotheses vocabulary_size"]:
-        """The logits after one more word of each hypothesis; the state advances."""
+        """Return the logits after one more word of each hypothesis, and advance the state."""
         raise NotImplementedError
 
     def word_weights(
         self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> Annotated[Tensor, "batch layers heads words positions"]:
-        """The attention to the memory at the word after each of `words`: [batch, layers, heads,
-        words, positions]. Arguments as of `forward`."""
+        """Return the attention to the memory when the word after each of `words` is predicted:
+        [batch, layers, heads, words, positions]. The arguments are those of `forward`."""
         raise NotImplementedError
 
     def loss(
         self, memory: Memory, words: Words, memory_mask: MemoryMask = None
     ) -> dict[str, Annotated[Tensor, ""]]:
-        """The loss to minimize, "loss", and its terms by name, unweighted.
+        """Return the loss to minimize, "loss", and its terms by name, unweighted.
 
-        "cross_entropy" is −log p(word | words before), mean over all words of the batch that are
-        not PAD, smoothed in training only.
+        "cross_entropy" is the mean of −log p(word | words before) over all words of the batch that
+        are not PAD, smoothed in training only.
 
         Args:
-            words: sentences with START.
+            words: sentences that begin with START.
         """
         logits = self(memory, words[:, :-1], memory_mask)
         cross_entropy = self.word_losses(logits, words).sum() / num_words(words)
@@ -119,7 +119,7 @@ class WordDecoder(nn.Module):
     def word_losses(
         self, logits: Logits, words: Annotated[Tensor, "batch words+1", int]
     ) -> Annotated[Tensor, "batch words"]:
-        """The cross-entropy of each word but START; 0 where it is PAD."""
+        """Return the cross-entropy of each word except START; 0 at PAD."""
         losses = F.cross_entropy(
             logits.flatten(0, 1),
             words[:, 1:].flatten(),
@@ -130,7 +130,7 @@ class WordDecoder(nn.Module):
         return losses.view(logits.shape[:2])
 
     def check(self, memory: Memory, words: Words | None, memory_mask: MemoryMask) -> None:
-        """ValueError where arguments do not fit."""
+        """Raise ValueError if the arguments do not fit."""
         if memory.ndim != 3 or memory.shape[2] != self.memory_dim:
             raise ValueError(
                 f"memory: expected [batch, positions, {self.memory_dim}], got {list(memory.shape)}"
@@ -160,13 +160,13 @@ class WordDecoder(nn.Module):
 
 
 def num_words(words: Tensor) -> Tensor:
-    """How many words, START and PAD not counted; 1 if there are none."""
+    """Return the number of words without START and PAD, at least 1."""
     return (words[:, 1:] != PAD).sum().clamp(min=1)
 
 
 def without_pad_and_start(logits: Tensor) -> Tensor:
-    """The logits [batch, words] with those of PAD and START −∞, in float32 or float64; written in
-    place if that is their dtype."""
+    """Return the logits [batch, words] with −∞ for PAD and START, in float32 or float64; logits of
+    that dtype are changed in place."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logits[:, : max(PAD, START) + 1] = -torch.inf
     return logits

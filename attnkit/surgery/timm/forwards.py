@@ -1,7 +1,7 @@
-"""What the attention of timm's networks does around `attend`, for each of its classes.
+"""The forwards of timm's attention classes that keep their projections, around `attend`.
 
 A function here takes the module, `attend` with the arguments of torch's
-`scaled_dot_product_attention`, and what the module's forward takes.
+`scaled_dot_product_attention`, and the arguments of the module's forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Attend = Callable[..., Tensor]
 
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:
-    """Tokens [batch, tokens, channels] or maps [batch, channels, height, width] as heads."""
+    """Return tokens [batch, tokens, channels] or maps [batch, channels, height, width] as heads."""
     if x.ndim == 4:
         x = x.flatten(2).transpose(1, 2)
     return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
@@ -36,12 +36,12 @@ def _maps(heads: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _qkv(theirs: Any, x: Tensor, num_heads: int, count: int = 3) -> tuple[Tensor, ...]:
-    """Queries, keys and values of one projection of tokens."""
+    """Return queries, keys and values of one projection of tokens."""
     return theirs.qkv(x).unflatten(2, (count, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def _by_offset(theirs: Any) -> Tensor:
-    """The bias of LeViT's kind, [heads, queries, keys]; theirs is kept from call to call."""
+    """Return LeViT's kind of bias, [heads, queries, keys]; timm's own is kept between calls."""
     return theirs.attention_biases[:, theirs.attention_bias_idxs]
 
 
@@ -54,7 +54,7 @@ def _dropout(theirs: Any) -> float:
 
 
 def windows_by_head(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """Hiera's mask units are windows that come after the heads."""
+    """Hiera: mask units are windows on the axis after the heads."""
 
     def swapped(*tensors: Tensor) -> Tensor:
         if tensors[0].ndim == 4:
@@ -65,7 +65,7 @@ def windows_by_head(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
 
 
 def biased_by_offset(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """TinyViT, EfficientFormer and LeViT, of tokens or maps, also to fewer queries."""
+    """TinyViT, EfficientFormer and LeViT, for tokens or maps, also with fewer queries."""
     x = theirs.norm(x) if hasattr(theirs, "norm") else x
     sizes = [theirs.key_dim, theirs.val_dim]
     if hasattr(theirs, "kv"):
@@ -81,7 +81,7 @@ def biased_by_offset(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
 
 
 def cascaded(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """EfficientViT (MSRA), where a head's output is added to the next one's input."""
+    """EfficientViT (MSRA): a head's output is added to the next one's input."""
     sizes = [theirs.key_dim, theirs.key_dim, theirs.val_dim]
     outputs: list[Tensor] = []
     parts = zip(x.chunk(len(theirs.qkvs), dim=1), theirs.qkvs, theirs.dws, strict=True)
@@ -94,14 +94,14 @@ def cascaded(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
 
 
 def talking_heads(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """CaiT."""
+    """CaiT, with talking heads."""
     heads = _qkv(theirs, x, theirs.num_heads)
     output = _talking(attend, heads, theirs.proj_l, theirs.proj_w, scale=theirs.scale)
     return _projected(theirs, output)
 
 
 def of_maps(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """EfficientFormer V2, whose heads talk but for those that ask for fewer pixels."""
+    """EfficientFormer V2, with talking heads except where queries are fewer pixels."""
     x = x if getattr(theirs, "stride_conv", None) is None else theirs.stride_conv(x)
     values = theirs.v(x)
     local = theirs.v_local(values)
@@ -131,7 +131,7 @@ def _talking(
         output_h = (Σ_g W_hg softmax(Σ_f L_gf S_f) + c_h) · v_h
 
     Σ_f L_gf q_f·k_f is the product of one query, all L_gf q_f side by side, with one key, all k_f;
-    so attention has one key and value head as wide as all. What L adds to a head changes no weight.
+    so attention has one key and value head as wide as all. The bias of L changes no weight.
     """
     query, key, value = heads
     first, second = before.weight.flatten(1), after.weight.flatten(1)
@@ -147,7 +147,7 @@ def _talking(
 
 
 def gated_by_position(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """ConViT's: the mean of two attentions, by content and by place, with a learned weight."""
+    """ConViT: the mean of two attentions, by content and by position, with a learned weight."""
     num_tokens = x.shape[1]
     if theirs.rel_indices.shape[1] != num_tokens:
         theirs.rel_indices = theirs.get_rel_indices(num_tokens)
@@ -165,7 +165,7 @@ def gated_by_position(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
 def asked_by_all_windows(
     theirs: Any, attend: Attend, x: Tensor, q_global: Tensor | None = None
 ) -> Tensor:
-    """GCViT, where a whole image may give the queries of each of its windows."""
+    """GCViT: a whole image may give the queries of each of its windows."""
     num_heads = theirs.num_heads
     if theirs.use_global and q_global is not None:
         queries = q_global.repeat_interleave(len(x) // len(q_global), dim=0)
@@ -178,7 +178,7 @@ def asked_by_all_windows(
 
 
 def bottleneck(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """BoTNet, with a bias of queries and learned offsets along each axis."""
+    """BoTNet, with a bias from queries and learned offsets along each axis."""
     sizes = [theirs.dim_out_qk, theirs.dim_out_qk, theirs.dim_out_v]
     query, key, value = (_heads(p, theirs.num_heads) for p in theirs.qkv(x).split(sizes, dim=1))
     bias = theirs.pos_embed(query.flatten(0, 1)).unflatten(0, (-1, theirs.num_heads))
@@ -189,7 +189,7 @@ def bottleneck(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
 def pooled(
     theirs: Any, attend: Attend, x: Tensor, feat_size: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """MViT v2, of pooled queries, keys and values, with a bias of queries and offsets."""
+    """MViT v2, with pooled queries, keys and values, and a bias from queries and offsets."""
     from timm.models.mvitv2 import cal_rel_pos_type, reshape_post_pool, reshape_pre_pool
 
     parts, sizes = [], []
@@ -222,7 +222,7 @@ def windows_by_cosine(theirs: Any, attend: Attend, x: Tensor, mask: Tensor | Non
 
 
 def over_channels(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """DaViT's channels, of which the first version looks from keys at values for queries."""
+    """DaViT over channels; in its first version, keys attend to values and queries are summed."""
     if hasattr(theirs, "groups"):
         query, key, value = _qkv(theirs, x, theirs.groups)
         scale = (x.shape[1] if theirs.dynamic_scale else theirs.head_dim) ** -0.5
@@ -234,14 +234,14 @@ def over_channels(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
 
 
 def cross_covariance(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """XCiT's and EdgeNeXt's channels, by cosines."""
+    """XCiT and EdgeNeXt over channels, by cosines."""
     query, key, value = (tensor.mT for tensor in _qkv(theirs, x, theirs.num_heads))
     query, key = F.normalize(query, dim=-1) * theirs.temperature, F.normalize(key, dim=-1)
     return _projected(theirs, attend(query, key, value, None, _dropout(theirs), scale=1.0).mT)
 
 
 def of_some_channels(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
-    """SHViT, where one head attends with some of the channels."""
+    """SHViT: one head attends with some of the channels."""
     some, rest = x.split([theirs.pdim, theirs.dim - theirs.pdim], dim=1)
     sizes = [theirs.qk_dim, theirs.qk_dim, theirs.pdim]
     parts = theirs.qkv(theirs.pre_norm(some)).split(sizes, dim=1)
@@ -250,9 +250,9 @@ def of_some_channels(theirs: Any, attend: Attend, x: Tensor) -> Tensor:
 
 
 MIXING = (talking_heads, of_maps, gated_by_position)
-"""Where weights are mixed after softmax."""
+"""The forwards that mix weights after softmax."""
 OVER_CHANNELS = (over_channels, cross_covariance)
-"""Where queries and keys are channels, as wide as there are tokens."""
+"""The forwards whose queries and keys are channels, as wide as there are tokens."""
 
 FORWARDS: dict[str, Forward] = {
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""A module of another library that keeps its parameters and projections, around our `attend`."""
+"""A module of another library that keeps its parameters and projections around `attend`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from attnkit.core.scores.kinds import Score
 from attnkit.surgery.adapters import Adapter, Given, ours
 
 Forward = Callable[..., Any]
-"""(module, attend, *what its forward takes): its forward, where attention is `attend(query, key,
-value, attn_mask, dropout_p, scale=…)` with the arguments of torch's function."""
+"""(module, attend, *arguments of its forward): runs its forward, with `attend(query, key, value,
+attn_mask, dropout_p, scale=…)` as attention, which has the arguments of torch's function."""
 
 
 class HeadAttention(nn.Module):
-    """`attend` of queries, keys and values that are heads already: the shared block without its
+    """`attend` for queries, keys and values that are heads already: the shared block without its
     projections.
 
-    score: in the place of the network's own; None: that one.
+    score: replaces the network's own; None: that one is used.
     """
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
@@ -48,7 +48,7 @@ class HeadAttention(nn.Module):
         bias: Tensor | None,
         dropout_p: float,
     ) -> Tensor:
-        """own, scale: the network's score; the rest as in `attend`."""
+        """Attend with `own` and `scale`, the network's score; the rest is as in `attend`."""
         score: Any = self.score() if isinstance(self.score, nn.Module) else self.score
         normalizer: Any = self.normalizer
         if normalizer is not None and not self.training:
@@ -68,12 +68,12 @@ class HeadAttention(nn.Module):
 
 
 class Kept(Adapter):
-    """In the place of `theirs`, with whose parameters and modules it computes what they did."""
+    """Replaces `theirs` and computes the same with its parameters and modules."""
 
     def __init__(
         self, attention: HeadAttention, theirs: nn.Module, forward: Forward, mask: Mask | None
     ) -> None:
-        # a block without projections, to which no tokens are given
+        # a block without projections, which is given no tokens
         super().__init__(attention, nn.Identity(), mask=mask)  # type: ignore[arg-type]
         self.theirs: Any = copy.copy(theirs)
         if hasattr(theirs, "fused_attn"):
@@ -84,7 +84,7 @@ class Kept(Adapter):
         return self.their_forward(self.theirs, self._attend, *given, **named)
 
     def __getattr__(self, name: str) -> Any:
-        """What networks read of it, such as the stride of its queries, is theirs."""
+        """Return attributes that networks read, such as the stride of queries, from `theirs`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -94,7 +94,7 @@ class Kept(Adapter):
             return getattr(theirs, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What is only theirs is set there, where their forward reads it."""
+        """Set an attribute that only `theirs` has there, where its forward reads it."""
         parts = vars(self).get("_modules", {})
         own = vars(self).keys() | parts | vars(self).get("_parameters", {}).keys()
         if name in own or hasattr(type(self), name) or not hasattr(parts.get("theirs"), name):
@@ -116,8 +116,8 @@ class Kept(Adapter):
         scale: float | None = None,
         score: str | Score = "scaled_dot",
     ) -> Tensor:
-        """As torch's function. Of three dimensions images and heads are the first; of five images
-        and windows are the first two."""
+        """Attend as torch's function does. With three dimensions, images and heads are the first;
+        with five, images and windows are the first two."""
         tensors: tuple[Tensor, ...] = query, key, value
         shape = query.shape
         if query.ndim == 3:
@@ -133,11 +133,11 @@ class Kept(Adapter):
 
 
 def fused(theirs: nn.Module, attend: Callable[..., Tensor], *given: Any, **named: Any) -> Any:
-    """The forward of a module that calls torch's function, which is ours meanwhile.
+    """Run the forward of a module that calls torch's function, which is `attend` meanwhile.
 
     Raises:
-        RuntimeError: `fused_attn` was set to False, as is usual to see weights: it would compute
-            attention itself.
+        RuntimeError: `fused_attn` was set to False, as is usual to see weights: the module would
+            compute attention itself.
     """
     if not getattr(theirs, "fused_attn", True):
         raise RuntimeError(

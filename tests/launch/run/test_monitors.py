@@ -21,11 +21,11 @@ FILE = "callbacks: BestCheckpoint: nothing logs its monitor "
     [
         (
             (*CAPTIONING, "callbacks.checkpoint.monitor=val/bleu"),
-            f"{FILE}'val/bleu'; of validation there are val/bleu4, val/cider_d, val/loss",
+            f"{FILE}'val/bleu'; validation logs val/bleu4, val/cider_d, val/loss",
         ),
         (
             (*SMALL, "callbacks.checkpoint.monitor=accuracy"),
-            f"{FILE}'accuracy'; of validation there are val/accuracy, val/balanced_accuracy",
+            f"{FILE}'accuracy'; validation logs val/accuracy, val/balanced_accuracy",
         ),
     ],
 )
@@ -50,7 +50,7 @@ def test_tasks_know_what_they_log(attnkit, words, message):
 def test_a_class_of_ones_own(mine, words, name):
     done = mine(*words, "run_dir=run", "callbacks.curves=null")
     assert done.code == 2
-    assert f"{name}: nothing logs its monitor 'val/f1'; there are" in done.err
+    assert f"{name}: nothing logs its monitor 'val/f1'; logged are" in done.err
     assert "train/loss" in done.err
     assert "val/loss" in done.err
     assert done.err.count("\n") == 1
@@ -60,8 +60,8 @@ def test_a_sanity_check_finds_it_before_training(mine):
     early = ("callbacks.checkpoint.monitor=val/f1", "trainer.num_sanity_val_steps=1")
     done = mine(*early, "run_dir=run", "callbacks.curves=null")
     assert done.code == 2
-    assert f"{FILE}'val/f1'; in the sanity check" in done.err
-    assert "there were val/loss\n" in done.err
+    assert f"{FILE}'val/f1'; the sanity check" in done.err
+    assert "logged val/loss\n" in done.err
     assert "epoch" not in done.out
     right = ("callbacks.checkpoint.monitor=train/loss", "trainer.num_sanity_val_steps=1")
     done = mine(*right, "run_dir=right", "trainer.max_epochs=1", "callbacks.curves=null")
@@ -79,7 +79,7 @@ def test_a_schedule(mine, hers):
     )
     done = mine("module._target_=mine_plateau.Plateau", "run_dir=run", "callbacks.curves=null")
     assert done.code == 2
-    assert "scheduler: nothing logs its monitor 'val/f1'; there are" in done.err
+    assert "scheduler: nothing logs its monitor 'val/f1'; logged are" in done.err
     assert done.err.count("\n") == 1
 
 

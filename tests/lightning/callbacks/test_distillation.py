@@ -161,8 +161,8 @@ def test_a_teacher_is_asked_once_for_each_image_where_none_changes(fit):
         student, _, said = fit(teacher, 3, features=0.5, cache=cache)
         results.append((teacher.seen, student.state_dict(), said))
     (once, kept, said), (often, asked, other) = results
-    assert said == ["distill: the teacher is asked once for each image"]
-    assert other == ["distill: the teacher is asked in every step: distill.cache=false"]
+    assert said == ["distill: the teacher runs once for each image"]
+    assert other == ["distill: the teacher runs in every step: distill.cache=false"]
     assert once < 1.3 * often / 3
     for name, tensor in asked.items():
         torch.testing.assert_close(kept[name], tensor, rtol=1e-3, atol=1e-4)
@@ -184,7 +184,7 @@ def test_images_that_change_are_shown_to_the_teacher_each_time(fit):
     ):
         teacher = Asked()
         *_, said = fit(teacher, 3, data=data, student=student)
-        assert said[-1].startswith(f"distill: the teacher is asked in every step: {reason}")
+        assert said[-1].startswith(f"distill: the teacher runs in every step: {reason}")
         assert teacher.seen > 3 * 1200
 
 
@@ -286,7 +286,7 @@ def test_a_name_of_timm_with_its_size_and_colours(fit, monkeypatch):
         ({"weight": 1.5}, "weight: expected 0 <= weight <= 1, got 1.5"),
         ({"temperature": 0}, "temperature: expected a positive number, got 0"),
         ({"features": -1}, "features: expected at least 0, got -1"),
-        ({"weight": 0}, "weight: expected more than 0, or features to be, got 0 of both"),
+        ({"weight": 0}, "weight: expected weight or features above 0, got 0 for both"),
     ],
 )
 def test_numbers_out_of_range(options, message):

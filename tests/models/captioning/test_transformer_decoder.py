@@ -240,7 +240,9 @@ def test_what_does_not_fit_is_named(memory, words, mask, message):
 def test_a_state_has_room_for_what_was_said():
     decoder = made()
     state = decoder.start(a_memory(), num_beams=2)
-    with pytest.raises(ValueError, match="num_beams: expected 1 to 2, once, got 3 of 1"):
+    with pytest.raises(
+        ValueError, match="num_beams: expected 1 to 2 from 1 hypothesis, got 3 from 1"
+    ):
         state.expand(3)
     with pytest.raises(ValueError, match=r"beams: expected \[3, 1\], got \[3, 2\]"):
         state.select(torch.zeros(3, 2, dtype=torch.long))
