@@ -2,44 +2,58 @@
 
     python docs/interpret_page.py [FOLDER [docs/interpret_page.png docs/interpret_page_dark.png]]
 
-A scene has one shape and one handwritten digit, and the ViT says which shape it is. Two minutes on
-one core; the picture needs Chromium and playwright, the page does not.
+A scene has a shape and a handwritten digit, and the ViT says which colour the shape has. Two
+minutes on one core; the pictures need Chromium and playwright, the page does not.
 """
 
 import shutil
 import sys
 from pathlib import Path
+from random import Random
 
+import numpy as np
 import timm
 import torch
+from timm.optim import Muon
 from torch.nn.functional import cross_entropy
 
 import attnkit
 from attnkit.interpret.report import Report
 from attnkit.lightning import Explained
-from attnkit.tasks.segmentation import SceneMasksData
+from attnkit.tasks.captioning.drawing import draw
+from attnkit.tasks.captioning.scenes import COLOURS, SHAPES, draw_scene
+from attnkit.tasks.captioning.scenes_data import handwriting
 
 SHOWN = 8
 SIDE = 48
+TRAIN, TEST = 0, 2  # parts of the handwriting, and seeds
 
 
-def of_one_shape(scenes):
-    """Images between 0 and 1, and the shape's number, of scenes of a shape beside a digit."""
-    seen = torch.stack([(scenes.masks == n).flatten(1).any(1) for n in range(1, 9)], dim=1)
-    chosen = (seen[:, :7].sum(1) == 1) & seen[:, 7]
-    return scenes.images[chosen].float() / 255, seen[chosen, :7].int().argmax(1)
+def draw_scenes(count, part):
+    """`count` images between 0 and 1, of a shape beside a digit, and the colours of the shapes."""
+    random, digits = Random(part), handwriting(seed=0)[part]
+    images, labels = [], []
+    while len(images) < count:
+        scene = draw_scene(random)
+        shapes = [thing for thing in scene["objects"] if thing["kind"] in SHAPES]
+        if len(shapes) == 1:
+            images.append(draw(scene, SIDE, digits, random).image)
+            labels.append(COLOURS.index(shapes[0]["colour"]))
+    return torch.tensor(np.stack(images)).float() / 255, torch.tensor(labels)
 
 
 def learn(images, labels):
-    """Four layers of four heads over 64 patches of 6 × 6 pixels."""
+    """Three layers of four heads over 64 patches of 6 × 6 pixels."""
     torch.manual_seed(0)
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=SIDE, patch_size=6, depth=4, embed_dim=64,
-        num_heads=4, num_classes=7,
+        "vit_tiny_patch16_224", img_size=SIDE, patch_size=6, depth=3, embed_dim=64,
+        num_heads=4, num_classes=len(COLOURS),
     )  # fmt: skip
-    steps = [batch for _ in range(20) for batch in torch.randperm(len(images)).split(64)]
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=len(steps))
+    steps = [batch for _ in range(10) for batch in torch.randperm(len(images)).split(64)]
+    optimizer = Muon(model.parameters(), lr=0.01, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.01, total_steps=len(steps), cycle_momentum=False
+    )
     for batch in steps:
         optimizer.zero_grad()
         cross_entropy(model(images[batch]), labels[batch]).backward()
@@ -49,9 +63,8 @@ def learn(images, labels):
 
 
 def write(folder):
-    sets, names = SceneMasksData(num_test=1000, image_size=SIDE).load()
-    model = learn(*of_one_shape(sets["train"]))
-    images, labels = of_one_shape(sets["test"])
+    model = learn(*draw_scenes(4000, TRAIN))
+    images, labels = draw_scenes(500, TEST)
     with torch.no_grad():
         right = (model(images).argmax(1) == labels).float().mean()
     explained = Explained(
@@ -59,7 +72,7 @@ def write(folder):
         images[:SHOWN],
         pictures=images[:SHOWN],
         truth=labels[:SHOWN],
-        class_names=names[1:8],
+        class_names=COLOURS,
         names=[f"Scene {number}" for number in range(1, SHOWN + 1)],
     )
     Report(methods=["relevance", "rollout"])(
@@ -67,8 +80,8 @@ def write(folder):
         folder,
         title=f"Where a ViT looks: {SHOWN} scenes",
         facts=[
-            f"Model: ViT, 4 layers of 4 heads, 64 patches; {100 * right:.0f} % right",
-            "Explained: the predicted shape",
+            f"Model: ViT, 3 layers of 4 heads, 64 patches; {100 * right:.0f} % right",
+            "Explained: the predicted colour of the shape",
             f"Images: the first {SHOWN} of {len(images)} test scenes of a shape beside a digit",
             f"Versions: attnkit {attnkit.__version__}, torch {torch.__version__.partition('+')[0]}",
         ],
