@@ -89,7 +89,7 @@ def write(folder):
 
 
 def take_pictures(source, picture, dark):
-    """Of the first image of the page, in its light and in its dark style."""
+    """Of the last image of the page, in its light and in its dark style."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
@@ -99,11 +99,11 @@ def take_pictures(source, picture, dark):
         for scheme, path in (("light", picture), ("dark", dark)):
             page = browser.new_page(viewport={"width": 1000, "height": 800}, color_scheme=scheme)
             page.goto(source.absolute().as_uri())
-            section = page.locator("#s1")
+            section = page.locator(f"#s{SHOWN - 1}")
             frame = section.locator(".frame.main")
             frame.scroll_into_view_if_needed()
             box = frame.bounding_box()
-            frame.click(position={"x": 0.6 * box["width"], "y": 0.9 * box["height"]})
+            frame.click(position={"x": 0.44 * box["width"], "y": 0.19 * box["height"]})
             page.wait_for_timeout(300)
             section.screenshot(path=path)
         browser.close()
