@@ -131,7 +131,8 @@ def test_commands(page, command, reader):
 
 
 def test_pictures_and_links_of_the_readme_are_there():
-    targets = re.findall(r"\]\(([^)]+)\)", README.read_text())
+    targets = re.findall(r"\]\(([^)]+)\)|src(?:set)?=\"([^\"]+)", README.read_text())
+    targets = [markdown or html for markdown, html in targets]
     assert targets
     for target in targets:
         path, _, section = target.partition("#")
