@@ -139,3 +139,12 @@ def test_pictures_and_links_of_the_readme_are_there():
         headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.M) if section else []
         assert (ROOT / path).exists(), target
         assert not section or section in [re.sub(r"\W+", "-", h.lower()) for h in headings], target
+
+
+def test_pictures_are_small_and_shown():
+    shown = "".join(page.read_text() for page in [README, *(ROOT / "docs").rglob("*.md")])
+    pictures = list((ROOT / "docs").glob("*.png"))
+    assert pictures
+    for path in pictures:
+        assert path.stat().st_size < 300_000, path.name
+        assert path.name in shown, path.name
