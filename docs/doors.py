@@ -39,7 +39,7 @@ def draw_masks(path):
     rows = rows_under("Masks", "| mask | 4,096 tokens")
     names = [row[0].replace("`", "").replace("\\", "") for row in rows]
     allowed, times = ([100 * float(row[column]) for row in rows] for column in (3, 4))
-    figure, axis = plt.subplots(figsize=(9, 4))
+    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
     places = range(len(rows))
     axis.barh(
         [place - 0.2 for place in places],
@@ -69,7 +69,7 @@ def draw_edges(path):
     layers = ["TransformerConv", "GATv2Conv", "GATConv"]
     units = {"8 × 16: attnkit and PyG": "ms, forward and backward",
              "peak memory, attnkit and PyG, MiB": "MiB, peak memory"}  # fmt: skip
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
     for axis, (key, unit) in zip(axes, units.items(), strict=True):
         pairs = [numbers(cell)[:2] for cell in rows[key]]
         for shift, index, colour, name in ((-0.2, 0, OURS, "attnkit"), (0.2, 1, THEIRS, "PyG")):
@@ -92,7 +92,7 @@ def draw_doctor(path):
     verdicts = {(fault.attention, fault.what): fault.verdict for fault in report.faults}
     rows = [row for row in report.rows if row.dtype == "float32"]
     columns = [what for what in WHAT[:8] if any(what in row.cells for row in rows)]
-    figure, axis = plt.subplots(figsize=(9, 5))
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
     for y, row in enumerate(rows):
         whole = f"{row.attention}, {row.dtype} on {row.device}"
         for x, what in enumerate(columns):

@@ -20,7 +20,7 @@ def main(run, path):
     matplotlib.style.use(Path(__file__).with_name("pictures.mplstyle"))
     sheet = plt.imread(Path(run, "examples.png"))
     side = sheet.shape[1] // 3
-    figure, panels = plt.subplots(3, EXAMPLES, figsize=(11, 4.9))
+    figure, panels = plt.subplots(3, EXAMPLES, figsize=(11, 4.9), layout="constrained")
     for row, name in enumerate(("image", "truth", "prediction")):
         for column, panel in enumerate(panels[row]):
             top, left = LINE + (column + 1) * side, row * side
