@@ -1,7 +1,8 @@
-"""The picture of digits in the README, of a run with maps of attention.
+"""The picture of the tutorial on classification, of a run with maps of attention.
 
-python -m attnkit task=vit callbacks=interpret callbacks.interpret.trust=none \\
-    callbacks.interpret.layer=-1 callbacks.interpret.num_images=6 run_dir=RUN
+MATPLOTLIBRC=docs/pictures.mplstyle python -m attnkit task=vit run_dir=RUN \\
+    callbacks=interpret callbacks.interpret.trust=none callbacks.interpret.layer=-1 \\
+    callbacks.interpret.num_images=6
 python docs/digits.py RUN docs/digits.png
 """
 
@@ -16,15 +17,15 @@ SPACE = 24
 
 def main(run, path):
     names = "interpret/test.png", "learning_curves.png", "confusion_matrix.png"
-    maps, curves, matrix = (Image.open(Path(run, name)).convert("RGB") for name in names)
+    maps, curves, matrix = (Image.open(Path(run, name)).convert("RGBA") for name in names)
     maps = scaled(maps, WIDTH)
     curves = scaled(curves, round(0.63 * WIDTH))
     matrix = scaled(matrix, round(0.35 * WIDTH))
     height = maps.height + SPACE + max(curves.height, matrix.height)
     sheet = Image.new("RGB", (WIDTH, height), "white")
-    sheet.paste(maps, (0, 0))
-    sheet.paste(curves, (0, maps.height + SPACE))
-    sheet.paste(matrix, (WIDTH - matrix.width, maps.height + SPACE))
+    sheet.paste(maps, (0, 0), maps)
+    sheet.paste(curves, (0, maps.height + SPACE), curves)
+    sheet.paste(matrix, (WIDTH - matrix.width, maps.height + SPACE), matrix)
     sheet.save(path, optimize=True)
 
 

@@ -8,13 +8,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
+import matplotlib
+
 import attnkit
+from attnkit.interpret.graphs import picture
 from attnkit.tasks.graphs import InfectionData
 
 NODE = 46  # three edges from an infected node
 
 
 def main(path):
+    matplotlib.style.use(Path(__file__).with_name("pictures.mplstyle"))
+    picture.INK = picture.SOFT = "#7a7a7a"  # which is seen on dark pages too
     from ground_truth_graphs import trained
 
     data = InfectionData(seed=0)

@@ -131,10 +131,20 @@ def test_commands(page, command, reader):
 
 
 def test_pictures_and_links_of_the_readme_are_there():
-    targets = re.findall(r"\]\(([^)]+)\)", README.read_text())
+    targets = re.findall(r"\]\(([^)]+)\)|src(?:set)?=\"([^\"]+)", README.read_text())
+    targets = [markdown or html for markdown, html in targets]
     assert targets
     for target in targets:
         path, _, section = target.partition("#")
         headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.M) if section else []
         assert (ROOT / path).exists(), target
         assert not section or section in [re.sub(r"\W+", "-", h.lower()) for h in headings], target
+
+
+def test_pictures_are_small_and_shown():
+    shown = "".join(page.read_text() for page in [README, *(ROOT / "docs").rglob("*.md")])
+    pictures = list((ROOT / "docs").glob("*.png"))
+    assert pictures
+    for path in pictures:
+        assert path.stat().st_size < 300_000, path.name
+        assert path.name in shown, path.name

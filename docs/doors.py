@@ -1,0 +1,124 @@
+"""The pictures of three of the README's doors: masks, edges and the doctor.
+
+    python docs/doors.py docs
+
+This writes mask_cost.png and edge_cost.png, from the tables of docs/benchmarks.md, and
+doctor.png, from a doctor that runs here: about a minute.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import matplotlib
+
+import attnkit
+from attnkit.checks.doctor.report import WHAT
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+PAGE = Path(__file__).with_name("benchmarks.md")
+OURS, THEIRS = "#4d9e5b", "#8a8f98"
+VERDICTS = {"right": OURS, "fail": "#c8372d", "note": "#b97a1e", "not asked": "#8a8f9840"}
+
+
+def rows_under(heading, header):
+    """The rows of a table of the benchmarks, each a list of cells."""
+    section = PAGE.read_text().split(f"\n## {heading}\n")[1]
+    lines = section[section.index(header) :].splitlines()[2:]
+    end = next(number for number, line in enumerate(lines) if not line.startswith("|"))
+    return [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in lines[:end]]
+
+
+def numbers(cell):
+    return [float(found.replace(",", "")) for found in re.findall(r"\d[\d,.]*\d|\d", cell)]
+
+
+def draw_masks(path):
+    rows = rows_under("Masks", "| mask | 4,096 tokens")
+    names = [row[0].replace("`", "").replace("\\", "") for row in rows]
+    allowed, times = ([100 * float(row[column]) for row in rows] for column in (3, 4))
+    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    places = range(len(rows))
+    axis.barh(
+        [place - 0.2 for place in places],
+        allowed,
+        0.38,
+        color=THEIRS,
+        label="blocks that the mask touches",
+    )
+    axis.barh(
+        [place + 0.2 for place in places],
+        times,
+        0.38,
+        color=OURS,
+        label="time of forward and backward",
+    )
+    axis.set_yticks(places, names)
+    axis.invert_yaxis()
+    axis.set_xlabel("% of full attention over 16,384 tokens, on a CPU")
+    axis.grid(axis="x")
+    axis.legend(loc="center right")
+    figure.savefig(path)
+
+
+def draw_edges(path):
+    table = rows_under("Attention over edges", "| what | TransformerConv")
+    rows = {row[0]: row[1:] for row in table}
+    layers = ["TransformerConv", "GATv2Conv", "GATConv"]
+    units = {"8 × 16: attnkit and PyG": "ms, forward and backward",
+             "peak memory, attnkit and PyG, MiB": "MiB, peak memory"}  # fmt: skip
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    for axis, (key, unit) in zip(axes, units.items(), strict=True):
+        pairs = [numbers(cell)[:2] for cell in rows[key]]
+        for shift, index, colour, name in ((-0.2, 0, OURS, "attnkit"), (0.2, 1, THEIRS, "PyG")):
+            values = [pair[index] for pair in pairs]
+            places = [place + shift for place in range(len(layers))]
+            bars = axis.barh(places, values, 0.38, color=colour, label=name)
+            axis.bar_label(bars, [f"{value:,.0f}" for value in values], padding=3, fontsize=9)
+        axis.set_yticks(range(len(layers)), layers)
+        axis.set_xlabel(unit)
+        axis.margins(x=0.15)
+    axes[0].invert_yaxis()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    figure.savefig(path)
+
+
+def draw_doctor(path):
+    """The table of float32: a cell for each question, coloured by the answer."""
+    report = attnkit.doctor(quick=True, record=False)
+    print(report)
+    verdicts = {(fault.attention, fault.what): fault.verdict for fault in report.faults}
+    rows = [row for row in report.rows if row.dtype == "float32"]
+    columns = [what for what in WHAT[:8] if any(what in row.cells for row in rows)]
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
+    for y, row in enumerate(rows):
+        whole = f"{row.attention}, {row.dtype} on {row.device}"
+        for x, what in enumerate(columns):
+            said = row.cells.get(what, "–")
+            verdict = "not asked" if said == "–" else verdicts.get((whole, what), "right")
+            colour = VERDICTS[verdict]
+            axis.add_patch(plt.Rectangle((x + 0.03, y + 0.06), 0.94, 0.88, color=colour, lw=0))
+            ink = "white" if verdict != "not asked" else None
+            axis.text(x + 0.5, y + 0.5, said, ha="center", va="center", fontsize=9, color=ink)
+    axis.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
+    axis.set_xticks([x + 0.5 for x in range(len(columns))], columns)
+    axis.set_yticks([y + 0.5 for y in range(len(rows))], [row.attention for row in rows])
+    axis.tick_params(length=0, labeltop=True, labelbottom=False)
+    axis.spines[:].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in VERDICTS.values()]
+    names = ["right", "wrong", "a note", "not asked, or not possible"]
+    figure.legend(handles, names, loc="outside lower center", ncols=4)
+    figure.savefig(path)
+
+
+def main(folder):
+    matplotlib.style.use(Path(__file__).with_name("pictures.mplstyle"))
+    draw_masks(Path(folder, "mask_cost.png"))
+    draw_edges(Path(folder, "edge_cost.png"))
+    draw_doctor(Path(folder, "doctor.png"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
