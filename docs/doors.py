@@ -36,10 +36,10 @@ def numbers(cell):
 
 
 def draw_masks(path):
-    rows = rows_under("Masks", "| mask | 4,096 tokens")
+    rows = rows_under("Masks", "| mask | blocks, 4,096 tokens")
     names = [row[0].replace("`", "").replace("\\", "") for row in rows]
-    allowed, times = ([100 * float(row[column]) for row in rows] for column in (3, 4))
-    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    allowed, times = ([100 * float(row[column]) for row in rows] for column in (1, 2))
+    figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
     places = range(len(rows))
     axis.barh(
         [place - 0.2 for place in places],
@@ -57,31 +57,31 @@ def draw_masks(path):
     )
     axis.set_yticks(places, names)
     axis.invert_yaxis()
-    axis.set_xlabel("% of full attention over 16,384 tokens, on a CPU")
+    axis.set_xlabel("% of full attention over 4,096 tokens, on a CPU")
     axis.grid(axis="x")
     axis.legend(loc="center right")
     figure.savefig(path)
 
 
 def draw_edges(path):
-    table = rows_under("Attention over edges", "| what | TransformerConv")
-    rows = {row[0]: row[1:] for row in table}
+    table = rows_under("Attention over edges", "| times as fast as PyG")
+    rows = {(row[0], row[1]): row[2:] for row in table}
     layers = ["TransformerConv", "GATv2Conv", "GATConv"]
-    units = {"8 × 16: attnkit and PyG": "ms, forward and backward",
-             "peak memory, attnkit and PyG, MiB": "MiB, peak memory"}  # fmt: skip
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
-    for axis, (key, unit) in zip(axes, units.items(), strict=True):
-        pairs = [numbers(cell)[:2] for cell in rows[key]]
-        for shift, index, colour, name in ((-0.2, 0, OURS, "attnkit"), (0.2, 1, THEIRS, "PyG")):
-            values = [pair[index] for pair in pairs]
-            places = [place + shift for place in range(len(layers))]
-            bars = axis.barh(places, values, 0.38, color=colour, label=name)
-            axis.bar_label(bars, [f"{value:,.0f}" for value in values], padding=3, fontsize=9)
-        axis.set_yticks(range(len(layers)), layers)
-        axis.set_xlabel(unit)
-        axis.margins(x=0.15)
-    axes[0].invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    kinds = {
+        "times as fast": (OURS, rows["as called", "Xeon"]),
+        "times less peak memory": (THEIRS, rows["PyG's peak memory / attnkit's", "EPYC"]),
+    }
+    figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
+    for shift, (name, (colour, cells)) in zip((-0.2, 0.2), kinds.items(), strict=True):
+        values = [numbers(cell)[0] for cell in cells]
+        places = [place + shift for place in range(len(layers))]
+        bars = axis.barh(places, values, 0.38, color=colour, label=name)
+        axis.bar_label(bars, [f"{value:g} ×" for value in values], padding=3, fontsize=9)
+    axis.set_yticks(range(len(layers)), layers)
+    axis.invert_yaxis()
+    axis.set_xlabel("PyG / attnkit, forward + backward, a million edges, two threads of a CPU")
+    axis.margins(x=0.1)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper center", ncols=2)
     figure.savefig(path)
 
 
