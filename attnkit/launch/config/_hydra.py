@@ -4,9 +4,11 @@
 files it has read.
 """
 
+import os
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +19,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import (
     ImportlibResourcesConfigSource,
 )
+from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
@@ -207,16 +210,27 @@ class Loader(ConfigLoaderImpl):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         options = (config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
-        plain = all(re.fullmatch(r"\w+=[\w-]+", override) for override in overrides)
+        composed = partial(super().load_configuration, *options)
+        config: DictConfig = self._once("configuration", options, composed)
+        config.hydra.runtime.cwd = os.getcwd()
+        return config
+
+    def compute_defaults_list(
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode
+    ) -> DefaultsList:
+        options = (config_name, overrides, run_mode)
+        return self._once("files", options, partial(super().compute_defaults_list, *options))
+
+    def _once(self, what: str, options: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What these options give, made once unless a file changes or more than names is given."""
+        plain = all(re.fullmatch(r"\w+=[\w-]+", override) for override in options[1])
         if self.shipped is None or not plain:
-            return super().load_configuration(*options)
+            return make()
         states = [(p, p.stat().st_mtime_ns) for p in sorted(self.shipped.glob("**/*.yaml"))]
-        key = str((options, Path.cwd(), states))
+        key = str((what, options, states))
         if key not in _COMPOSED:
-            config = super().load_configuration(*options)
+            made = make()
             if len(_COMPOSED) == _MOST:
                 _COMPOSED.clear()
-            _COMPOSED[key] = pickle.dumps(config)
-        config = pickle.loads(_COMPOSED[key])
-        assert isinstance(config, DictConfig)
-        return config
+            _COMPOSED[key] = pickle.dumps(made)
+        return pickle.loads(_COMPOSED[key])

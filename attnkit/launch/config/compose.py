@@ -209,7 +209,8 @@ class Composer:
     def files(self, overrides: Sequence[str]) -> list[Source]:
         """The files of a composition, in the order they are merged; to word a message only."""
         try:
-            result = self.loader.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
+            chosen = [str(o.input_line) for o in self.parse(overrides) if self._is_for_hydra(o)]
+            result = self.loader.compute_defaults_list(CONFIG_NAME, chosen, RunMode.RUN)
         except Exception:
             return []
         files = []
