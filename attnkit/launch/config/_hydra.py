@@ -150,12 +150,28 @@ def load(file: TextIO) -> DictConfig | ListConfig:
     return OmegaConf.load(file)
 
 
+_READ: dict[str, bytes] = {}
+_COMPOSED: dict[str, bytes] = {}
+_MOST = 256  # of 1 kB and 30 kB each
+
+
+def _once(kept: dict[str, bytes], key: str, make: Callable[[], Any]) -> Any:
+    """A copy of what a key gives, which is made once: a process may run many commands."""
+    if key not in kept:
+        made = make()
+        if len(kept) == _MOST:
+            kept.clear()
+        kept[key] = pickle.dumps(made)
+    return pickle.loads(kept[key])
+
+
 def _result(source: ConfigSource, path: Any) -> ConfigResult:
     with path.open(encoding="utf-8") as file:
-        header = source._get_header_dict(file.read(512))
+        text = file.read()
+        header = source._get_header_dict(text[:512])
         file.seek(0)
         return ConfigResult(
-            config=load(file),
+            config=_once(_READ, text, partial(load, file)),
             path=f"{source.scheme()}://{source.path}",
             provider=source.provider,
             header=header,
@@ -184,12 +200,8 @@ class _Repository(ConfigRepository):
         ]
 
 
-_COMPOSED: dict[object, bytes] = {}
-_MOST = 256  # of 30 kB each
-
-
 class Loader(ConfigLoaderImpl):
-    """Hydra's, which composes the same choices of files once: a process may run many commands.
+    """Hydra's, which composes the same choices of files once.
 
     Args:
         shipped: the folder of all files there are, whose choices depend on nothing else; None
@@ -211,7 +223,7 @@ class Loader(ConfigLoaderImpl):
     ) -> DictConfig:
         options = (config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
         composed = partial(super().load_configuration, *options)
-        config: DictConfig = self._once("configuration", options, composed)
+        config: DictConfig = self._composed("configuration", options, composed)
         config.hydra.runtime.cwd = os.getcwd()
         return config
 
@@ -219,18 +231,14 @@ class Loader(ConfigLoaderImpl):
         self, config_name: str | None, overrides: list[str], run_mode: RunMode
     ) -> DefaultsList:
         options = (config_name, overrides, run_mode)
-        return self._once("files", options, partial(super().compute_defaults_list, *options))
+        composed = partial(super().compute_defaults_list, *options)
+        files: DefaultsList = self._composed("files", options, composed)
+        return files
 
-    def _once(self, what: str, options: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """What these options give, made once unless a file changes or more than names is given."""
+    def _composed(self, what: str, options: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What these options give, kept until a file changes if they only choose shipped files."""
         plain = all(re.fullmatch(r"\w+=[\w-]+", override) for override in options[1])
         if self.shipped is None or not plain:
             return make()
         states = [(p, p.stat().st_mtime_ns) for p in sorted(self.shipped.glob("**/*.yaml"))]
-        key = str((what, options, states))
-        if key not in _COMPOSED:
-            made = make()
-            if len(_COMPOSED) == _MOST:
-                _COMPOSED.clear()
-            _COMPOSED[key] = pickle.dumps(made)
-        return pickle.loads(_COMPOSED[key])
+        return _once(_COMPOSED, str((what, options, states)), make)
