@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ class Request:
         config = task_config(composer.compose(overrides))
         consent = Consent(allowed_by(overrides, config), composer.config_dir)
         consent.make_importable()
-        origins = Origins(overrides, cache(partial(composer.files, overrides)))
+        origins = Origins(overrides, lambda: composer.files(overrides))
         return cls(composer, overrides, config, origins, consent, words, base)
 
     def typed(self, key: str) -> str:

@@ -19,7 +19,6 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import (
     ImportlibResourcesConfigSource,
 )
-from hydra._internal.defaults_list import DefaultsList
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
@@ -222,23 +221,11 @@ class Loader(ConfigLoaderImpl):
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
         options = (config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
-        composed = partial(super().load_configuration, *options)
-        config: DictConfig = self._composed("configuration", options, composed)
+        plain = all(re.fullmatch(r"\w+=[\w-]+", override) for override in overrides)
+        if self.shipped is None or not plain:
+            return super().load_configuration(*options)
+        states = [(p, p.stat().st_mtime_ns) for p in sorted(self.shipped.glob("**/*.yaml"))]
+        compose = partial(super().load_configuration, *options)
+        config: DictConfig = _once(_COMPOSED, str((options, states)), compose)
         config.hydra.runtime.cwd = os.getcwd()
         return config
-
-    def compute_defaults_list(
-        self, config_name: str | None, overrides: list[str], run_mode: RunMode
-    ) -> DefaultsList:
-        options = (config_name, overrides, run_mode)
-        composed = partial(super().compute_defaults_list, *options)
-        files: DefaultsList = self._composed("files", options, composed)
-        return files
-
-    def _composed(self, what: str, options: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """What these options give, kept until a file changes if they only choose shipped files."""
-        plain = all(re.fullmatch(r"\w+=[\w-]+", override) for override in options[1])
-        if self.shipped is None or not plain:
-            return make()
-        states = [(p, p.stat().st_mtime_ns) for p in sorted(self.shipped.glob("**/*.yaml"))]
-        return _once(_COMPOSED, str((what, options, states)), make)

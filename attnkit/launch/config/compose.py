@@ -209,8 +209,7 @@ class Composer:
     def files(self, overrides: Sequence[str]) -> list[Source]:
         """The files of a composition, in the order they are merged; to word a message only."""
         try:
-            chosen = [str(o.input_line) for o in self.parse(overrides) if self._is_for_hydra(o)]
-            result = self.loader.compute_defaults_list(CONFIG_NAME, chosen, RunMode.RUN)
+            result = self.loader.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
         except Exception:
             return []
         files = []
