@@ -28,7 +28,8 @@ sys.dont_write_bytecode = False  # or each run compiles the assertions of all te
 
 gc.set_threshold(10_000, 20, 20)  # to search all that was imported takes half a second
 
-LONG = ("launch", "", "lightning", "tasks")  # folders of tests/, those with long tests first
+# Folders of tests/, those with long tests first.
+LONG = ("launch", "", "checks", "surgery", "lightning", "tasks")
 
 
 def pytest_collection_modifyitems(items):

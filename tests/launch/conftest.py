@@ -239,6 +239,16 @@ def mine(attnkit, hers):
 
 
 @pytest.fixture(scope="session")
+def run(tmp_path_factory) -> Path:
+    """A run folder as it should be, which nobody changes."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    small = ("model.dim=24", "model.depth=1", "trainer=cpu", "trainer.limit_batches=2")
+    lean = ("trainer.max_epochs=1", "callbacks.curves=null", "callbacks.classes=null")
+    assert main([*small, *lean, f"run_dir={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
 def unruly(tmp_path_factory) -> tuple[str, ...]:
     """Arguments of a task that goes wrong on demand: the module is tests/launch/mischief.py."""
     folder = tmp_path_factory.mktemp("unruly")

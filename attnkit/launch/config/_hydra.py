@@ -4,9 +4,11 @@ The public `hydra.compose` takes no additional folder to search first, and retur
 choices of a group nor the files that it has read.
 """
 
+import os
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -147,12 +149,28 @@ def load(file: TextIO) -> DictConfig | ListConfig:
     return OmegaConf.load(file)
 
 
+_READ: dict[str, bytes] = {}
+_COMPOSED: dict[str, bytes] = {}
+_MOST = 256  # of 1 kB and 30 kB each
+
+
+def _once(kept: dict[str, bytes], key: str, make: Callable[[], Any]) -> Any:
+    """A copy of what a key gives, which is made once: a process may run many commands."""
+    if key not in kept:
+        made = make()
+        if len(kept) == _MOST:
+            kept.clear()
+        kept[key] = pickle.dumps(made)
+    return pickle.loads(kept[key])
+
+
 def _result(source: ConfigSource, path: Any) -> ConfigResult:
     with path.open(encoding="utf-8") as file:
-        header = source._get_header_dict(file.read(512))
+        text = file.read()
+        header = source._get_header_dict(text[:512])
         file.seek(0)
         return ConfigResult(
-            config=load(file),
+            config=_once(_READ, text, partial(load, file)),
             path=f"{source.scheme()}://{source.path}",
             provider=source.provider,
             header=header,
@@ -181,10 +199,6 @@ class _Repository(ConfigRepository):
         ]
 
 
-_COMPOSED: dict[object, bytes] = {}
-_MOST = 256  # compositions, 30 kB each
-
-
 class Loader(ConfigLoaderImpl):
     """Hydra's loader with a cache of compositions, since one process may run many commands.
 
@@ -211,12 +225,7 @@ class Loader(ConfigLoaderImpl):
         if self.shipped is None or not plain:
             return super().load_configuration(*options)
         states = [(p, p.stat().st_mtime_ns) for p in sorted(self.shipped.glob("**/*.yaml"))]
-        key = str((options, Path.cwd(), states))
-        if key not in _COMPOSED:
-            config = super().load_configuration(*options)
-            if len(_COMPOSED) == _MOST:
-                _COMPOSED.clear()
-            _COMPOSED[key] = pickle.dumps(config)
-        config = pickle.loads(_COMPOSED[key])
-        assert isinstance(config, DictConfig)
+        compose = partial(super().load_configuration, *options)
+        config: DictConfig = _once(_COMPOSED, str((options, states)), compose)
+        config.hydra.runtime.cwd = os.getcwd()
         return config

@@ -6,6 +6,7 @@ was written and the nearest right name.
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
 TRAINER = "lightning.Trainer"
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of libyaml, where it is there
 _DIRECTIVES = {"_target_", "_partial_", "_args_"}
 
 
@@ -66,18 +68,22 @@ def validate(config: dict[str, Any], origins: Origins) -> None:
 def _check_switched_off(key: str, name: str, origins: Origins) -> None:
     """Refuse null for a name that no configuration file contains: it would change nothing."""
     at = f"{key}.{name}"
-    if not origins.typed(at) or name in schema.BROUGHT[key] or origins.written(at):
+    if not origins.typed(at) or name in _shipped(key) or origins.written(at):
         return
-    names, conf = set(schema.BROUGHT[key]), files("attnkit.conf")
-    for file in conf.joinpath(key).iterdir():
-        names.update(yaml.safe_load(file.read_text()) or ())
-    for file in (*conf.joinpath("task").iterdir(), *conf.joinpath("level").iterdir()):
-        names.update(yaml.safe_load(file.read_text()).get(key) or ())
-    names.discard("defaults")  # Hydra's
-    if name not in names:
-        former = schema.FORMER.get(name) if key == "callbacks" else None
-        hint = f"; {former}" if former else nearest(name, names)
-        raise _problem(origins, at, f"nothing to switch off{hint}")
+    former = schema.FORMER.get(name) if key == "callbacks" else None
+    hint = f"; {former}" if former else nearest(name, _shipped(key))
+    raise _problem(origins, at, f"nothing to switch off{hint}")
+
+
+@cache
+def _shipped(key: str) -> frozenset[str]:
+    """The callbacks or loggers that some shipped file lists, or that a run brings itself."""
+    conf, names = files("attnkit.conf"), set(schema.BROUGHT[key])
+    for folder in (key, "task", "level"):
+        for file in conf.joinpath(folder).iterdir():
+            listed = yaml.load(file.read_bytes(), _Loader) or {}
+            names.update(listed if folder == key else listed.get(key) or ())
+    return frozenset(names - {"defaults"})  # Hydra's
 
 
 def _settle_modes(config: dict[str, Any], origins: Origins) -> None:

@@ -432,8 +432,11 @@ def test_nested_tensors_are_served_or_refused_in_one_line():
         assert "\n" not in str(refused.value)
 
 
-def test_a_kernel_is_loaded_when_it_may_serve():
-    """The table says of each kernel, before it is loaded, what the kernel says of itself."""
+def test_a_kernel_is_loaded_when_it_may_serve(tmp_path):
+    """The table says of each kernel, before it is loaded, what the kernel says of itself.
+
+    For a ledger that is not there nothing is loaded or written.
+    """
     for (name, place), kernel in zip(PLACES.items(), BACKENDS, strict=True):
         assert (name, place.home.rpartition(".")[2]) == (kernel.name, type(kernel).__name__)
         assert (place.normalizer,) == kernel.normalizers
@@ -441,10 +444,19 @@ def test_a_kernel_is_loaded_when_it_may_serve():
     code = (
         "import sys, torch, attnkit\n"
         "x = torch.ones(1, 2, 3, 8)\n"
-        "attnkit.attend(x, x, x, bias=torch.ones(3, 3))\n"
+        "from attnkit import attend\n"
+        "before = {*sys.modules}\n"
+        "attend(x, x, x)\n"
+        "print(*sorted({*sys.modules} - before))\n"
+        "attend(x, x, x, bias=torch.ones(3, 3))\n"
         "print(*sorted(n.rpartition('.')[2] for n in sys.modules if '.core.kernels.' in n))\n"
-        "attnkit.attend(x, x, x, normalizer='linear')\n"
+        "attend(x, x, x, normalizer='linear')\n"
         "print('attnkit.core.kernels.linear' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["base choose ledger record sdpa", "True"]
+    environment = {"ATTNKIT_LEDGER": str(tmp_path / "none.json"), "PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    loaded = ["attnkit.core.operators.files", "base choose ledger record sdpa", "True"]
+    assert done.stdout.splitlines() == loaded
+    assert [*tmp_path.iterdir()] == []

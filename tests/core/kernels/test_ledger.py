@@ -578,23 +578,6 @@ def test_threads_read_once(file):
     assert len(caught) == 1
 
 
-def test_nothing_is_loaded_for_it(tmp_path):
-    code = (
-        "import sys, torch, attnkit\n"
-        "x = torch.ones(1, 2, 3, 8)\n"
-        "from attnkit import attend\n"
-        "before = {*sys.modules}\n"
-        "attend(x, x, x)\n"
-        "print(*sorted({*sys.modules} - before))\n"
-    )
-    environment = {"ATTNKIT_LEDGER": str(tmp_path / "none.json"), "PATH": "", "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["attnkit.core.operators.files"]
-    assert [*tmp_path.iterdir()] == []
-
-
 def test_a_forced_kernel_is_found_without_the_ledger(file):
     ledger.record("cpu", found=[wrong("flash")])
     inputs = check_inputs(*tensors())

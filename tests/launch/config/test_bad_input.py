@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from attnkit.launch.config.compose import Composer
+from attnkit.launch.decide import Request
+
 
 class Done(NamedTuple):
     """How a command ended."""
@@ -230,6 +233,11 @@ def test_wrong_command(ends, full, command, message):
     _check(Done(end["code"], end["out"], end["err"]), _filled(message, full))
     assert end["heavy"] == []
     assert end["left"] == []
+
+
+def test_null_for_what_another_choice_of_files_brings():
+    request = Request.read(Composer(), ["task=vit", "callbacks.ema=null"])
+    assert request.plain(request.config, run_dir="run")[0]["callbacks"]["ema"] is None
 
 
 @pytest.mark.parametrize("message", ["data: attnkit.tasks.image_cl", "root: no such folder: /nope"])

@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnkit.launch.main import main
 from attnkit.lightning.errors import UserError
 from attnkit.tasks.image_classification import ImageClassification
-
-SMALL = ("model.dim=24", "model.depth=1", "trainer=cpu", "trainer.limit_batches=2")
 
 
 class Call:
@@ -27,21 +24,6 @@ class Call:
 
     def __reduce__(self):
         return self.reduced
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run folder as it should be."""
-    folder = tmp_path_factory.mktemp("payloads") / "run"
-    command = [
-        *SMALL,
-        "trainer.max_epochs=1",
-        "callbacks.curves=null",
-        "callbacks.classes=null",
-        f"run_dir={folder}",
-    ]
-    assert main(command) == 0
-    return folder
 
 
 def stored(value):

@@ -51,7 +51,7 @@ def test_the_time_of_a_job_of_minutes_is_known():
     argv = [word for word in VIT if not word.startswith("trainer.max_epochs")]
     found = figures_of(*argv, "trainer.minutes=7", "data.batch_size=200")
     assert found["epochs"] * found["epoch_seconds"] == pytest.approx(420, rel=0.05)
-    assert 400 < found["seconds"] < 420 + 120
+    assert 400 < found["seconds"] < 2 * 420  # its start too, which takes as long as others let it
 
 
 def test_multiply_adds_of_a_dense_model_are_torchs(flash_is_counted):
@@ -71,7 +71,7 @@ def test_multiply_adds_of_a_dense_model_are_torchs(flash_is_counted):
 def test_multiply_adds_of_a_graph_are_those_counted_by_hand():
     """Of what the training nodes depend on: of each head and edge, self-loops too, its score, its
     weight in their sum, its value."""
-    found = figures_of("task=graph", "trainer=cpu", "trainer.max_epochs=1")
+    found = figures_of("task=graph", "trainer=cpu", "trainer.max_epochs=1", "callbacks.nodes=null")
     data = DigitsGraphData()
     data.setup("fit")
     (graph,) = data.train_dataloader()

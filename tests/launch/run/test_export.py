@@ -8,25 +8,7 @@ import pytest
 import torch
 
 import attnkit as toolkit
-from attnkit.launch.main import main
 from attnkit.lightning import allowing
-
-SMALL = ("model.dim=24", "model.depth=1", "trainer=cpu", "trainer.limit_batches=2")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run folder as it should be."""
-    folder = tmp_path_factory.mktemp("export") / "run"
-    command = [
-        *SMALL,
-        "trainer.max_epochs=1",
-        "callbacks.curves=null",
-        "callbacks.classes=null",
-        f"run_dir={folder}",
-    ]
-    assert main(command) == 0
-    return folder
 
 
 def files(folder):

@@ -522,9 +522,8 @@ def test_other_types_sizes_and_layouts_are_others(sorts):
         assert torch.equal(outputs[1], layer(nodes, anew)["paper"])
 
 
-@pytest.mark.parametrize(  # what remembers is one, in typed_edges.py
-    "kind", [HGTAttention, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)  # what remembers is one, in typed_edges.py
 def test_programs_remember_nothing(kind):
     model = Layers(kind, backend="edges")
     expected = model(*model.given())

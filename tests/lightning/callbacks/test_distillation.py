@@ -191,7 +191,8 @@ def test_images_that_change_are_shown_to_the_teacher_each_time(fit):
 def run(*words, **values):
     trainer = {"max_epochs": 2, "accelerator": "cpu", "limit_batches": 8}
     values["trainer"] = {**trainer, **values.get("trainer", {})}
-    return attnkit.run("task=vit", *words, **values)
+    small = ("model.dim=24", "model.depth=2", "callbacks.curves=null", "logger.tensorboard=null")
+    return attnkit.run("task=vit", *small, *words, **values)
 
 
 @pytest.fixture(scope="module")
