@@ -153,7 +153,7 @@ def test_to_hetero_of_pyg_itself_names_this_one():
         Nested(attnkit.GAT((-1, -1), 12, 4, heads=3, add_self_loops=False)),
         Nested(GraphBlock(5, GraphAttention(5, 5), nn.Identity())),
     ):
-        with pytest.raises(TypeError, match=r"use attnkit\.interop\.to_hetero, with the same"):
+        with pytest.raises(TypeError, match=r"use attnkit\.interop\.to_hetero with the same"):
             to_hetero(model, METADATA)
         interop.to_hetero(model, METADATA)
 

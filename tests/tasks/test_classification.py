@@ -148,7 +148,7 @@ def test_of_ones_own_class_what_it_logs_is_known_where_it_does_not_validate(tmp_
         trainer.fit(task, loader, loader)
         return trainer.current_epoch
 
-    with pytest.raises(UserError, match=r"nothing logs its monitor 'val/mine'; of validation"):
+    with pytest.raises(UserError, match=r"nothing logs its monitor 'val/mine'; validation logs"):
         fit(OwnOptimizer, "val/mine")
     assert fit(OwnOptimizer, "val/f1") == 1
     assert fit(OwnMetric, "val/mine") == 1
