@@ -80,10 +80,10 @@ out.
 AGAIN = """\
 ## Run again
 
-`run=reproduce reproduce.minutes=60`, 2026-11-27, one thread of two cores (Intel Xeon, AVX-512), torch
-2.14.1, beside other processes. It chose 27 records, of 43 minutes on the machines of their figures.
-The hour ended after 16; those below `digits_graph` were run right after by name. Each figure is
-compared with the published one, or with ours if nothing was published. The rows are in
+`run=reproduce reproduce.minutes=60`, 2026-11-27, one thread of two cores (Intel Xeon, AVX-512),
+torch 2.14.1, beside other processes. It chose 27 records, of 43 minutes on the machines of their
+figures. The hour ended after 16; those below `digits_graph` were run right after by name. Each
+figure is compared with the published one, or with ours if nothing was published. The rows are in
 `docs/reproduced.csv`.
 """
 
