@@ -63,7 +63,7 @@ class Normalizer:
 
         Args:
             inputs: in high precision, with equally many key and query heads; the bias of these
-            rows.
+                rows.
             allowed: the mask of these rows; None: everything is allowed.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no weights()")
