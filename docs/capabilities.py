@@ -103,7 +103,7 @@ class Place:
         normalizer: str = "softmax",
         option: str = "",
     ) -> Inputs | ValueError:
-        """One attention of the tables; the error where its parts do not go together."""
+        """Return the inputs of an attention of the tables, or the error if its parts do not fit."""
         kv_heads = HEADS // 2 if option == "grouped heads" else HEADS
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
@@ -122,7 +122,7 @@ class Place:
 
 
 def cell(inputs: Inputs | ValueError) -> str:
-    """The kernels that serve it, the preferred first."""
+    """Return the kernels that can compute the inputs, the preferred one first."""
     if isinstance(inputs, ValueError):
         return "–"
     names = []

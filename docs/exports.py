@@ -86,7 +86,7 @@ def random_module(overrides: tuple[str, ...]) -> LightningModule:
     for name, tensor in state.items():
         if tensor.is_floating_point() and name not in ("mean", "std"):
             noise = torch.randn(tensor.shape, generator=generator)
-            # of batch norms, a variance must stay one
+            # the variance of a batch norm must stay positive
             tensor.copy_(noise.abs() + 0.5 if name.endswith("_var") else 0.3 * noise)
     module.load_state_dict(state)
     return module

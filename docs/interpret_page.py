@@ -89,7 +89,7 @@ def write(folder):
 
 
 def take_pictures(source, picture, dark):
-    """Of the last image of the page, in its light and in its dark style."""
+    """Take pictures of the last image of the page, in the light and in the dark style."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:

@@ -38,7 +38,7 @@ FRAME = "#ff2fd0"
 
 
 def photographs():
-    """Both at half their size, [2, 3, 213, 320]."""
+    """Return the two photographs at half their size, [2, 3, 213, 320]."""
     both = [load_sample_image(name) for name in ("china.jpg", "flower.jpg")]
     images = torch.tensor(np.stack(both)).permute(0, 3, 1, 2).float() / 255
     return F.interpolate(images, scale_factor=0.5, mode="area")
@@ -222,7 +222,7 @@ def title(panel, tokens, caption):
 
 
 def save(figure, path):
-    """With 24 levels of each colour, which makes less than half of the file."""
+    """Write a figure with 24 levels of each colour, which halves the size of the file."""
     with io.BytesIO() as drawn:
         figure.savefig(drawn, dpi=100)
         picture = Image.open(drawn).point(lambda value: round(value / 255 * 23) * 255 // 23)

@@ -1,4 +1,4 @@
-"""What mkdocs cannot read in our pages: the name of a file, or of a node, behind a fence."""
+"""A hook of mkdocs for the name of a file, or of a node, behind a fence of our pages."""
 
 import re
 

@@ -63,7 +63,8 @@ def loader_options(
     num_workers: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What a `DataLoader` of a data module with `batch_size`, `num_workers` and `seed` is given.
+    """Return the arguments of a `DataLoader` for a data module with `batch_size`, `num_workers` and
+    `seed`.
 
     In training the order is drawn by the seed and the epoch, and items are repeated to make the
     parts of the processes equal. Otherwise each process has a part in one piece, and no item comes

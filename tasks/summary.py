@@ -1,4 +1,4 @@
-"""What was found: lines for the start of a run, from data that is set up."""
+"""Lines that describe data at the start of a run, from data that is set up."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,24 +13,24 @@ _IN_LINE = 5
 
 
 def split_line(kind: str, counts: Mapping[str, int], rest: str = "") -> str:
-    """`data: 1,257 train, 180 val, 360 test images, …`."""
+    """Return a line such as `data: 1,257 train, 180 val, 360 test images, …`."""
     parts = ", ".join(f"{count:,} {split}" for split, count in counts.items())
     return f"data: {parts} {kind}{rest}"
 
 
 def outputs_text(target: str, count: int) -> str:
-    """` in 7 classes`, or ` with 7 labels each`: what is learned, for `split_line`."""
+    """Return what is learned, as ` in 7 classes` or ` with 7 labels each`, for `split_line`."""
     if target == "classes":
         return f" in {count} classes"
     return f" with {count} {target if count > 1 else target[:-1]} each"
 
 
 def class_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
-    """How many of each class there are in each split, and how uneven that is in train.
+    """Return lines with the number of samples of each class by split, and its spread in train.
 
     Args:
-        labels: of the samples, by split.
-        names: of the classes.
+        labels: labels of the samples, by split.
+        names: names of the classes.
     """
     counts = {s: found.bincount(minlength=len(names)).tolist() for s, found in labels.items()}
     train = counts["train"]
@@ -54,11 +54,12 @@ def class_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]
 
 
 def value_lines(labels: Mapping[str, Tensor], names: Sequence[str]) -> list[str]:
-    """Of labels how many images of each split have them; of numbers what they are in train.
+    """Return lines with the number of images that have each label, by split; for numbers, their
+    range and mean in train.
 
     Args:
         labels: labels or numbers of the samples, [samples, outputs], by split.
-        names: of the labels or numbers.
+        names: names of the labels or numbers.
     """
     known = labels["train"][~labels["train"].isnan()]
     if not bool(((known == 0) | (known == 1)).all()):

@@ -97,10 +97,10 @@ class TokenLists(DistributedSampler, SequentialSampler):
 
 
 def cut(sizes: Tensor, count: int) -> list[int]:
-    """How many samples of each of `count` parts, one after the other, so that their tokens are
-    about equally many; at least one sample each.
+    """Divide samples, in their order, into `count` parts with about equally many tokens; return the
+    number of samples of each part, at least one.
 
-    A sample is of the part in which its middle is.
+    A sample belongs to the part in which its middle is.
     """
     ends = sizes.cumsum(0)
     limits = torch.arange(1, count) * (ends[-1].double() / count)

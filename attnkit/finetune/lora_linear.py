@@ -149,7 +149,7 @@ def _is_one_product(tokens: Tensor, base: Tensor) -> bool:
     return (
         tokens.dtype == base.dtype
         and tokens.dtype in (torch.float32, torch.float64)
-        and num_rows * sum(base.shape) >= base.numel()  # else computing it is most of the work
+        and num_rows * sum(base.shape) >= base.numel()  # otherwise the sum costs most
         and not torch.is_autocast_enabled(tokens.device.type)
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()

@@ -80,7 +80,8 @@ class Run:
         """Keys of the configuration that were null or below a part `auto`, and whose values came
         from the data or the pretrained weights."""
         self.chosen: dict[str, Any] = {}
-        """Those of them for which other values would work as well, with the value chosen."""
+        """Keys in `from_data` whose values were chosen, while others would work as well, with the
+        chosen values."""
         self._asked = callbacks
         self._on_ready = on_ready
         self._started = time.perf_counter()

@@ -125,7 +125,7 @@ def _of_vit(given: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
     _log.info(
         "%s has no mean and std: those of the data are used; set others by module.mean=…", given
     )
-    side = math.isqrt(positions.shape[1])  # of the grid; few prefix tokens change nothing
+    side = math.isqrt(positions.shape[1])  # the grid's side, which few prefix tokens do not change
     height, width = patches.shape[2:]
     return {
         "patch_size": height if height == width else [height, width],

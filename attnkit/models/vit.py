@@ -154,7 +154,7 @@ class ViT(nn.Module):
         self.head_dim = dim // num_heads
         self.pooling = pooling
         self.positions = positions
-        self.resampling = BICUBIC  # of learned positions
+        self.resampling = BICUBIC  # how learned positions are resampled
         self.position_std = 0.02 if position_std is None else position_std
         self.num_prefix_tokens = int(class_token) + num_registers
 

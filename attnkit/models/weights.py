@@ -26,7 +26,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from attnkit.core.contexts import shared
 
 HUB = "hf-hub:"
-_PREFIX = "model."  # of the network's names in a checkpoint of a LightningModule
+_PREFIX = "model."  # prefix of the network's names in a checkpoint of a LightningModule
 _WHOLE = 0.9  # share of a network's names that makes another prefix a second network
 _COMPILED = "_orig_mod."  # torch.compile puts it before the names of a module
 _FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pth", "model.pth")

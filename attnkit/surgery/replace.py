@@ -33,7 +33,7 @@ class ReplacedAttention:
 
 @dataclass(frozen=True)
 class Replacement:
-    """What was replaced, and what was left unchanged and why; `str()` is a table."""
+    """The replaced modules, and those left unchanged with the reasons; `str()` is a table."""
 
     replaced: tuple[ReplacedAttention, ...]
     left: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ def replace_attention(
         if isinstance(encoder, nn.TransformerEncoder) and any(
             isinstance(module, Adapter) for module in encoder.modules()
         ):
-            # else it packs the batch for a kernel that reads the weights of torch's own attention
+            # with nested tensors it packs the batch for a kernel that reads torch's own weights
             encoder.use_nested_tensor = False
     rows = (_row(n, m, adapters[id(m)]) for n, m in chosen.items() if id(m) in adapters)
     return Replacement(tuple(rows), left)

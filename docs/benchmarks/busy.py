@@ -86,7 +86,7 @@ def environment(setting: str) -> dict[str, str]:
 
 
 def job_seconds(arguments: str, setting: str) -> float:
-    """What results.json says of a job: its own seconds, without the imports of the command."""
+    """Run a job and return its seconds from results.json, without the imports of the command."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
         command = [sys.executable, "-m", "attnkit", *arguments.split(), f"run_dir={run_dir}"]

@@ -30,7 +30,7 @@ figures = check(decide(Request.read(Composer(None), ["run=check", *sys.argv[1:]]
 print("figures " + json.dumps(figures))
 """
 
-# Its peak when it is done: as the process ends, torch's libraries touch some 100 MiB more.
+# The peak is printed before the process ends, when torch's libraries touch some 100 MiB more.
 JOB = """
 import resource, sys
 from attnkit.launch.main import main
@@ -41,7 +41,7 @@ sys.exit(code)
 
 
 def ended(command: list[str], cpu: bool) -> tuple[str, float]:
-    """What a command printed, and its seconds."""
+    """Run a command; return its output and its seconds."""
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -74,7 +74,7 @@ def compared(task: str, overrides: list[str], rounds: int, cpu: bool) -> dict[st
     given = [f"task={task}", *overrides]
     times, peaks, costs = [], [], []
     for number in range(rounds):
-        if number % 2:  # what comes second sees a machine that the first has warmed
+        if number % 2:  # alternate, since the first run warms the machine for the second
             results, seconds, peak = done(given, cpu)
             figures, cost = checked(given, cpu)
         else:

@@ -109,7 +109,7 @@ def steps(
 
 
 def typed_steps(name: str):
-    """The same of a layer for typed graphs."""
+    """Return the steps of `steps` for a layer on typed graphs."""
     from torch_geometric import nn
 
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ SOFTMAX_NODES = 20_000  # beyond them a step of softmax takes minutes
 
 
 def models() -> dict[str, object]:
-    """What makes each model, by its name."""
+    """Return the constructors of the models by name."""
     size = CHANNELS, CHANNELS, CLASSES
 
     def transformer(**options):

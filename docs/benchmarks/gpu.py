@@ -1,4 +1,4 @@
-"""What attnkit does on one GPU: tests, kernels, steps and jobs.
+"""Measures attnkit on one GPU: tests, kernels, steps and jobs.
 
     python docs/benchmarks/gpu.py runs/gpu                        everything, at most nine minutes
     python docs/benchmarks/gpu.py runs/gpu --parts edges vit      these parts
@@ -136,7 +136,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def markdown(results: dict) -> str:
-    """All parts as tables."""
+    """Return the results of all parts as Markdown tables."""
     lines = [", ".join(f"{name} {value}" for name, value in results["versions"].items())]
     for name, part in results["parts"].items():
         lines += ["", f"### {name}, {part['seconds']} s", ""]
@@ -146,7 +146,7 @@ def markdown(results: dict) -> str:
 
 
 def table(rows: list[Row]) -> Iterable[str]:
-    """One table for rows with the same columns; another begins where they change."""
+    """Yield the lines of tables; a new table begins where the columns of rows change."""
     header: list[str] = []
     for row in rows:
         if list(row) != header:

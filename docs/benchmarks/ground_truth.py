@@ -1,4 +1,4 @@
-"""Whether maps are where the evidence is known to be: every method, networks of several seeds.
+"""Compares maps of every method with the known evidence, for networks of several seeds.
 
     python docs/benchmarks/ground_truth.py runs/truth.jsonl [--seeds 5] [--models vit]
 
@@ -95,7 +95,7 @@ def predicted(module, images: torch.Tensor) -> torch.Tensor:
 
 
 def make(name: str, facts: dict) -> torch.nn.Module:
-    """What `task=vit` makes; a small residual network, its last map attending to itself."""
+    """Return the ViT of `task=vit`, or a small residual network with attention in its last map."""
     of_images = {key: facts[key] for key in ("image_size", "in_channels", "num_classes")}
     if name == "vit":
         return attnkit.ViT(

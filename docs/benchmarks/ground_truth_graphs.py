@@ -1,4 +1,4 @@
-"""Whether edge methods find the edges that are right by construction, in networks of five seeds.
+"""Tests whether methods find the edges that are right by construction, with five seeds.
 
     python docs/benchmarks/ground_truth_graphs.py runs/graphs.jsonl [--seeds 5]
 
@@ -142,7 +142,7 @@ def edges_of(method: str, model: nn.Module, target: int, inputs, node: int, seed
 
 
 def auroc(scores: Tensor, true: Tensor) -> float:
-    """Of ranks: torchmetrics puts numbers beyond 0 to 1 through a sigmoid, which ties them."""
+    """Return the AUROC of ranks: torchmetrics takes a sigmoid of other scores, which ties them."""
     ranks = scores.unique(return_inverse=True)[1].double()
     return float(binary_auroc(ranks / ranks.max().clamp(min=1), true.int()))
 

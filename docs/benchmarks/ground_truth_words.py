@@ -1,4 +1,4 @@
-"""Whether maps of words are on what they name: every method, captioners of several seeds.
+"""Tests whether maps of words are on the objects that they name, with captioners of several seeds.
 
     for seed in 0 1 2 3 4; do
         python -m attnkit task=captioning seed=$seed run_dir=runs/words_$seed

@@ -97,7 +97,7 @@ def row(what: str, times, ours: str, theirs: str) -> dict[str, str]:
 
 
 def compare(what: str, inputs, rounds: int, **functions) -> list[dict[str, str]]:
-    """One row for each function but the first, which is ours."""
+    """Return a row for each function except the first, which is attnkit's."""
     programs = {name: step(function, inputs) for name, function in functions.items()}
     times = alternate(programs, rounds, warm_up=1)
     ours, *others = programs

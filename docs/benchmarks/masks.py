@@ -143,7 +143,7 @@ def packed(pairs: int) -> None:
 
 
 def packed_lengths(tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Of sequences of 16 to 512 tokens."""
+    """Return lengths of 16 to 512 tokens, whose sum is `tokens`; the last may be shorter."""
     ends = torch.randint(16, 513, (tokens // 16,), generator=generator).cumsum(0)
     return torch.tensor([0, *ends[ends < tokens].tolist(), tokens]).diff()
 
@@ -175,7 +175,7 @@ def masks_of(tokens: int) -> dict[str, attnkit.core.masks.Mask]:
 
 
 def share_of_blocks(mask: attnkit.core.masks.Mask, tokens: int) -> float:
-    """Of 64 × 64 blocks, those that the mask touches."""
+    """Return the share of 64 × 64 blocks that the mask touches."""
     touched = 0
     for runs in mask.plan(QueryBlocks.of_size(64, tokens, tokens)).simplified().rows():
         blocks = {block for start, end, _ in runs for block in range(start // 64, -(-end // 64))}

@@ -1,4 +1,4 @@
-"""What the benchmarks share: alternating timing, medians of paired ratios, peak memory."""
+"""Helpers of the benchmarks: alternating timing, medians of paired ratios, peak memory."""
 
 import ctypes
 import gc
@@ -104,7 +104,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that keep a core busy."""
+    """Run `count` processes in the block that each keep a core busy."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

@@ -65,7 +65,7 @@ def to_attnkit(state: Mapping[str, Tensor]) -> attnkit.GAT:
 
 
 def to_pyg(state: Mapping[str, Tensor]) -> nn.ModuleList:
-    """The same as two layers of PyG."""
+    """Return the network of a state dict as two layers of PyG."""
     layers = nn.ModuleList()
     for layer, concat in enumerate((True, False)):
         _, heads, channels = state[f"gat_net.{layer}.scoring_fn_target"].shape
@@ -77,7 +77,7 @@ def to_pyg(state: Mapping[str, Tensor]) -> nn.ModuleList:
 
 @torch.no_grad()
 def logits_of(state: Mapping[str, Tensor], x: Tensor, edges: Tensor) -> dict[str, Tensor]:
-    """What each network says of every node, [nodes, classes]."""
+    """Return the logits of every node by the name of the network, [nodes, classes]."""
     layers = to_pyg(state)
     carried = [from_pyg(layer) for layer in layers]
 

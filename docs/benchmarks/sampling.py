@@ -129,7 +129,7 @@ def epoch(data: GraphFilesData) -> None:
 
 
 def inference(data: GraphFilesData) -> None:
-    """All nodes by layers, then at once."""
+    """Time the logits of all nodes, computed layer by layer and at once."""
     model, graph = network().eval(), data.graph
     neighbors = InNeighbors.of(graph.edge_index, graph.num_nodes)
     rows, found = [], []

@@ -83,7 +83,7 @@ def step(function, inputs):
 
 
 def compare(name, ours, plain, pairs, memory=False):
-    """One row: the times, their ratio and the largest error relative to the largest number."""
+    """Return a row: the times, their ratio and the largest error relative to the largest number."""
     times = alternate({"ours": ours, "plain": plain}, pairs)
     error = max(
         ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours(), plain(), strict=True)

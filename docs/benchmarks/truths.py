@@ -1,4 +1,4 @@
-"""What the scripts of ground truth share: rows that a file keeps, and tables of them."""
+"""Helpers of the ground truth scripts: rows in a file, and tables of them."""
 
 import json
 from collections.abc import Callable, Collection, Iterable

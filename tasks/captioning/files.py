@@ -1,4 +1,4 @@
-"""What all data modules of captioned image files share: entries, their problems, reading JSON."""
+"""Common parts of data modules of captioned image files: entries, problems, reading JSON."""
 
 import json
 import os

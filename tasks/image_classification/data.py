@@ -63,8 +63,8 @@ class ImageDataModule(SplitImages):
     """
 
     target = "classes"
-    """What is learned; for "labels" and "numbers" the labels of sets are float32 [images,
-    outputs]."""
+    """The kind of labels that is learned; for "labels" and "numbers" the labels of sets are float32
+    [images, outputs]."""
     shuffled: type[PlacedSampler] = PlacedSampler
     least = ": three of a class, at least"
 
@@ -89,7 +89,7 @@ class ImageDataModule(SplitImages):
         self.drop_last = drop_last
         self.class_names: list[str] = []
         self.chosen: dict[str, dict[str, Any]] = {}
-        """What the training images decided, by argument; of `augment`, the arguments of
+        """Values that the training images decided, by argument; for `augment`, the arguments of
         `Augment`."""
 
     @abstractmethod

@@ -338,7 +338,7 @@ class ImageCsvData(ImageDataModule):
         """Return what the split is stratified by: a class per image, or which labels it has."""
         if self.target == "classes":
             return labels
-        if self.target == "numbers":  # by the first number
+        if self.target == "numbers":  # stratified by the first number
             return labels[:, 0].argsort().argsort() * _BINS // max(1, len(labels))
         has = labels == 1
         return torch.cat([has, ~has.any(dim=1, keepdim=True)], dim=1)

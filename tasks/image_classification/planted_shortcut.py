@@ -61,7 +61,7 @@ class PlantedShortcut(ComposedDigits):
         ink, others = digits.draw(labels), digits.integers(10, count)
         strength = self.strength if split != "test" or self.test_mark == "training" else 0.0
         marks = torch.where(digits.uniform(count) < strength, labels, others)
-        border = torch.tensor([0, 1, 2, 3, 4, 7, 8, 11, 12, 13, 14, 15])  # of 4 × 4 cells
+        border = torch.tensor([0, 1, 2, 3, 4, 7, 8, 11, 12, 13, 14, 15])  # in 4 × 4 cells
         cells = border[digits.integers(len(border), count)]
         if self.place == "corner":
             cells = torch.zeros_like(cells)

@@ -108,7 +108,7 @@ class ImageValues(OfImages, ValuesModule):
             return
         outputs, truth = self.val_values.compute()
         self.val_values.reset()
-        if self.trainer.state.fn == "fit":  # `run=validate` changes nothing
+        if self.trainer.state.fn == "fit":  # `Trainer.validate` changes nothing
             for place, (score, is_there) in enumerate(zip(outputs.T, truth.T, strict=True)):
                 self.thresholds[place] = best_threshold(score.sigmoid(), is_there)
 

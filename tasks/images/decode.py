@@ -35,7 +35,8 @@ PREPARED = (
     "out; values of files of more than 8 bits are brought from value_range to 0 to 255"
 )
 Depth = tuple[str, float, float]
-"""What 8 bits a channel cannot hold of a file, one of the following, and its range of values."""
+"""The content of a file that 8 bits a channel cannot hold, one of the following, and its range of
+values."""
 INTEGERS = "integers of more than 8 bits"
 FLOATS = "floats"
 FULL_RANGES = {INTEGERS: (0, 65535), FLOATS: (0, 1)}  # ranges by default

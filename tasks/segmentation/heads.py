@@ -116,7 +116,7 @@ class ConvolutionalHead(Head):
 
 
 class _Residual(nn.Sequential):
-    """x + conv(relu(norm(conv(relu(x)))))"""
+    """A residual block, x + conv(relu(norm(conv(relu(x)))))."""
 
     def __init__(self, dim: int) -> None:
         first, second = (nn.Conv2d(dim, dim, 3, padding=1) for _ in range(2))

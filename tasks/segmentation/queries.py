@@ -52,8 +52,8 @@ class QueryHead(Head):
     In training, a query sees in some of the blocks only the patches that the previous answer
     assigns to its class; the share of these blocks, `masked_share`, falls from 1 at the start to 0
     at the end, so that nothing is masked afterwards. In training the head also returns the answers
-    before
-    every block, which get the same loss as the last: [batch, answers, classes, height, width].
+    before every block, which get the same loss as the last: [batch, answers, classes, height,
+    width].
 
     The head takes the last blocks and the norm out of the backbone. It differs from the paper:
     there is one query for each class instead of many that are matched with regions, a patch is in

@@ -276,7 +276,7 @@ class Examination:
                     continue
                 promised = what != "dead rows" or self.attention.is_ours
                 if finding.verdict == "fail":
-                    if all(fault.what != what for fault in self.faults):  # else it is told already
+                    if all(fault.what != what for fault in self.faults):  # not reported yet
                         seen = f"{finding.check} with {mask}: {finding.seen}"
                         program = self.printed(case) if self.is_wrong(case) else self.repeated(case)
                         self.add(what, seen, program, "fail" if promised else "note")

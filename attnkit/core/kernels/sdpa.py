@@ -230,7 +230,7 @@ class _FlashWithSink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # checkpoints give it once
+        saved = ctx.saved_tensors  # read once: checkpoints do not give it a second time
         refuse_second_derivative("flash", *gradients, *saved)
         query, key, value, output, rows, sink, term, *kept = saved
         gradient = channels_in_order(gradients[0])

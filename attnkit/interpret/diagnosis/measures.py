@@ -157,7 +157,7 @@ def measure_tokens(
             between, is_between = _distances(block, grid)
             part = (weights * between).sum((0, 2, 3)), (weights * is_between).sum((0, 2, 3))
             sums.setdefault("distance", []).append(part)
-    shares = received / num_rows.clamp(min=1)  # of each key
+    shares = received / num_rows.clamp(min=1)  # mean weight on each key
     found = {"sink": shares.amax(dim=2).mean(dim=0)}
     if grid is not None:
         found["prefix"] = grid.others(shares, dim=2).sum(dim=2).mean(dim=0)
@@ -262,7 +262,7 @@ def measure_edges(call: EdgeCall, sampling: Sampling) -> tuple[ByHead, ByHead]:
         total, count = _static_of_edges(source, target, weights, sampling)
         if bool((count > 0).all()):
             found["static"] = total / count
-    groups = (degree[chooses] - 1).float().log2().floor().long()  # of 2, 3–4, 5–8, … edges
+    groups = (degree[chooses] - 1).float().log2().floor().long()  # 2, 3–4, 5–8, … edges
     by_degree = {}
     for group in groups.unique().tolist():
         name = f"{2**group + 1}–{2 ** (group + 1)}" if group else "2"

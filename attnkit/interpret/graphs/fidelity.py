@@ -26,7 +26,8 @@ class EdgeFidelity:
         plus: p minus p without these edges, for the class's probability or the chosen quantity. A
             probability loses 1 at most; a negative number means that p rises.
         minus: p minus p with only these edges.
-        plus_prediction, minus_prediction: 1 if the model then no longer predicts the class, else 0.
+        plus_prediction, minus_prediction: 1 if the model then no longer predicts the class, or, for
+            a class that it did not predict with all edges, if it then does; else 0.
         random_plus, random_minus: `plus` and `minus` of random edges, the mean over the draws, and
             `random_plus_low`, `random_plus_high`, `random_minus_low`, `random_minus_high`, their
             minimum and maximum.

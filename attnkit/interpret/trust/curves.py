@@ -27,8 +27,8 @@ Without = Callable[[Annotated[Tensor, "_", int], Annotated[Tensor, "_ places", b
 """A function to the logits [_, *words, classes] of items of a batch without some of their units."""
 
 Curves = Mapping[str, Annotated[Tensor, "orders batch points"]]
-"""Curves by map: most-first and least-first; for "random", each order is followed by its reverse.
-"""
+"""Curves by map: most-first and least-first; for "random", orders of which every second one is the
+reverse of the one before."""
 Values = dict[str, Annotated[Tensor, "batch"]]
 """A number for each image, by map."""
 

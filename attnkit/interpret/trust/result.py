@@ -107,7 +107,7 @@ class Trust:
     falls: what is lost without a fifth of the patches, by kind of removal.
     gaps: the perturbation gap of each image in probability, by kind of removal.
     curves: the target's probability at the shares `removed`, by kind of removal and by map, for
-        two orders, most-first and least-first; "random" has a pair of them for every random order.
+        two orders, most-first and least-first; "random" has one curve for every random order.
     unavailable: reason by the name of each measurement that was not possible.
     num_forwards: number of forwards for each image.
     quantity: the quantity of the target that was measured.

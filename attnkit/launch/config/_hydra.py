@@ -151,11 +151,12 @@ def load(file: TextIO) -> DictConfig | ListConfig:
 
 _READ: dict[str, bytes] = {}
 _COMPOSED: dict[str, bytes] = {}
-_MOST = 256  # of 1 kB and 30 kB each
+_MOST = 256  # most entries of each cache; they have 1 kB and 30 kB
 
 
 def _once(kept: dict[str, bytes], key: str, make: Callable[[], Any]) -> Any:
-    """A copy of what a key gives, which is made once: a process may run many commands."""
+    """Return a copy of `make()`, which is called once for each key, since one process may run many
+    commands."""
     if key not in kept:
         made = make()
         if len(kept) == _MOST:

@@ -23,7 +23,7 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute
 
 TRAINER = "lightning.Trainer"
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of libyaml, where it is there
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the loader of libyaml, if installed
 _DIRECTIVES = {"_target_", "_partial_", "_args_"}
 
 
@@ -77,7 +77,7 @@ def _check_switched_off(key: str, name: str, origins: Origins) -> None:
 
 @cache
 def _shipped(key: str) -> frozenset[str]:
-    """The callbacks or loggers that some shipped file lists, or that a run brings itself."""
+    """Return the names of callbacks or loggers that a shipped file lists, or that every run has."""
     conf, names = files("attnkit.conf"), set(schema.BROUGHT[key])
     for folder in (key, "task", "level"):
         for file in conf.joinpath(folder).iterdir():

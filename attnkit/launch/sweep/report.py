@@ -51,7 +51,8 @@ def report(request: Request, launcher: object = None) -> int:
 
 
 def finish(folder: Path) -> int:
-    """Report on a sweep on screen and in files; return its exit code, 1 if a trial is not done."""
+    """Report on a sweep on screen and in files; return its exit code, which is 1 if a trial has
+    failed, was interrupted or is waiting."""
     sweep = read_sweep(folder)
     metric, rows, best = _ranking(sweep)
     figures = figures_of(rows, metric)

@@ -34,7 +34,8 @@ def sources_and_targets(
 
     Raises:
         TypeError: x is neither a tensor nor a pair.
-        ValueError: features of another shape, or numbers of nodes other than `size`.
+        ValueError: features that are not tensors or have another shape, or numbers of nodes other
+            than `size`.
     """
     if not isinstance(x, Tensor | tuple | list) or (not isinstance(x, Tensor) and len(x) != 2):
         raise TypeError(f"x: expected a tensor or a pair of tensors, got {type(x).__name__}")
@@ -152,7 +153,7 @@ def rows_of_edges(
 
 
 class EdgeModule(nn.Module):
-    """A module that aggregates over edges, and that PyG's `to_hetero` refuses to trace.
+    """A module that aggregates over edges, and whose call raises an error under PyG's `to_hetero`.
 
     It defines `__call__`, since PyG's tracer treats a module without one as a leaf.
     """

@@ -19,7 +19,8 @@ class DualAttention(Combined):
 
     Args:
         channels: channels of the feature map.
-        reduction: divisor of `channels` that gives the channels of position's queries and keys.
+        reduction: divisor of `channels` that gives the channels of position's queries and keys,
+            rounded down, at least 1.
         score: score of both attentions; the paper's is the product, "dot", which grows with the
             map.
         backend: the kernel, as in `attnkit.attend`.

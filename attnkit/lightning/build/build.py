@@ -173,7 +173,8 @@ def _imported(name: str, at: str, where: str, parent: ModuleType | None) -> Modu
 
 
 def _kinds() -> tuple[type, ...]:
-    """Return the kinds, except those of attnkit whose file is not imported and has no subclass."""
+    """Return the kinds; not those of attnkit whose file is not imported, since no class can derive
+    from them yet."""
     return tuple(
         resolve_name(kind)
         for kind in KINDS

@@ -56,7 +56,7 @@ class ExactAccumulation(Callback):
     """Makes accumulated batches equal to one large batch, for losses that are means.
 
     For A batches of n_i samples with mean losses m_i, Lightning minimises Σ m_i / A, even in the
-    last step of an epoch, which may have fewer or smaller batches. Here it is
+    last step of an epoch, which may have fewer or smaller batches. With this callback the loss is
     Σ n_i m_i / Σ n_i, which is the same if all batches are full. It does nothing for A = 1 and for
     modules that step themselves. Gradients are scaled before they are clipped.
 

@@ -15,10 +15,10 @@ from attnkit.lightning.console import say
 from attnkit.lightning.modules.module import TaskModule
 
 WARM_UP = 2  # batches that are not measured
-LEAST = 8  # batches that are measured at least
-MEASURED = 0.02  # share of the time that is spent before the decision at least
-FORWARD = 1 / 3  # of a training step: time of a validation batch until it is measured
-FEW = 6  # epochs below which they are shortened to fit
+LEAST = 8  # least number of measured batches
+MEASURED = 0.02  # least share of the time that is spent before the decision
+FORWARD = 1 / 3  # time of a validation batch over that of a training step, until it is measured
+FEW = 6  # with fewer epochs than this, epochs are shortened to fit
 PROVISIONAL = 100  # epochs of a trainer without max_epochs, until the decision
 TOLERANCE = 0.05  # share of the time by which the end may move before the epochs change
 
@@ -57,9 +57,8 @@ class Minutes(Callback):
         self._epoch_seconds = math.inf
         self._used = 0.0  # seconds before this process
         self._began = self._epoch_began = self._measured_from = math.nan
-        self._measured = self._of_epoch = self._in_epoch = (
-            0  # batches; the last before a resume too
-        )
+        # numbers of batches; the last one includes those before a resume
+        self._measured = self._of_epoch = self._in_epoch = 0
         self._done = 0  # epochs that ended in this process
 
     @property

@@ -22,7 +22,7 @@ from attnkit.core.contexts import shared
 from attnkit.lightning.errors import UserError
 
 ONNX_EXTRA = ("onnx", "onnxscript", "onnxruntime")
-TOLERANCE = 1e-5  # of a program's outputs, over their largest magnitude or 1
+TOLERANCE = 1e-5  # largest difference of outputs, over their largest magnitude or 1
 
 Shape = tuple[int | str, ...]
 

@@ -253,7 +253,7 @@ class BestCheckpoint(_Paced):
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         is_again = filepath == self._written[0]
         if is_again:
-            self._held = None  # what is held is replaced
+            self._held = None  # the new checkpoint replaces the held one
         if is_again and self._is_recent() and self._may_hold(trainer):
             checkpoint = private.dump(trainer, bool(self.save_weights_only))
             copies: dict[int, Any] = {}  # deepcopy refuses tensors inside an autograd graph

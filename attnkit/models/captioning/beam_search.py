@@ -102,7 +102,7 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     has_equals = True
     if size > SMALL:
         found, index = values.topk(min(count + 1, size), dim=1)
-        has_equals = bool((found[:, 1:] == found[:, :-1]).any())  # topk breaks ties at random
+        has_equals = bool((found[:, 1:] == found[:, :-1]).any())  # topk takes any of equal values
     if has_equals:
         found, index = values.sort(dim=1, descending=True, stable=True)
     found, index = found[:, :count], index[:, :count]

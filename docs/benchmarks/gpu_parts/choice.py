@@ -1,4 +1,4 @@
-"""Whether `backend="auto"` takes the fastest: forward + backward of every kernel that serves.
+"""Tests whether `backend="auto"` takes the fastest kernel, by forward + backward of all.
 
 Medians of rounds in turns; a kernel that needs more than a fifth of a second is tried once.
 """

@@ -1,4 +1,4 @@
-"""What the doctor finds on the device, in a minute."""
+"""Runs the doctor on the device for a minute."""
 
 import argparse
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Where a step makes the processor wait for the GPU, by torch's own debug mode."""
+"""Finds where a step makes the processor wait for the GPU, by torch's own debug mode."""
 
 import traceback
 import warnings

@@ -7,7 +7,7 @@ edge. With u_e = exp(score_e − shift) and z_i = Σ_e u_e,
     output_i = Σ_e u_e v_e / z_i,   d score_e = u_e (g′_i · v_e − g′_i · output_i),   g′ = g / z
 
 Under torch.compile everything is one operator that is not traced, because the computation depends
-on the values of the edges.
+on the number of edges and on the values of their scores.
 """
 
 from collections.abc import Iterator

@@ -37,7 +37,7 @@ from attnkit.core.kernels.edges.numba_vectors import (
 )
 from attnkit.core.operators.sorting_kernels import compiled
 
-CHUNK = 64  # least edges that are computed at once; a target with more edges adds them
+CHUNK = 64  # edges that are computed at once; the last target may exceed them
 AHEAD = 16
 LINE = 64  # bytes of a cache line
 LANE_SEED = 0x1E3779B97F4A7C15  # odd and without a pattern, so that lanes have different hashes
@@ -218,7 +218,8 @@ def _add_totals(row, edge_key, active, given):
 
 @njit(nogil=True, forceinline=True)
 def _following(graph, target, last):
-    """Return the end of the targets that are computed at once, which have at least CHUNK edges."""
+    """Return the end of the targets that are computed at once: the first with CHUNK edges or more
+    together, or all that are left."""
     begin = integer(graph.offsets, target)
     while target < last and integer(graph.offsets, target) - begin < CHUNK:
         target += 1

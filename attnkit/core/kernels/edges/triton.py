@@ -184,7 +184,7 @@ class _Run:
         self.score = "dot"
         if vector is not None:
             self.score = "tanh" if problem.negative_slope is None else "leaky_relu"
-        self.channels = _power_of_2(max(key.shape[3], value.shape[3]))  # of a head, in tiles
+        self.channels = _power_of_2(max(key.shape[3], value.shape[3]))  # per head, in tiles
 
     def launch(self, kernel: Any, num_chunks: int, num_heads: int, *arguments: object) -> None:
         """Launch the kernel for each chunk of each batch item, some heads at a time."""
