@@ -243,7 +243,7 @@ def main(path):
     pixels = Maps(SpatialAttention(16, score="gaussian", residual="add"))
     channels = Maps(ChannelAttention(16, score="scaled_dot", residual="add"))
     figure, panels = plt.subplots(1, 4, figsize=(14, 4.4), layout="constrained")
-    how = "Four networks that learned to take noise from photographs. Coloured: what weighs."
+    how = "Four networks that learned to take noise from photographs. The stronger the colour, the more attention."
     figure.supxlabel(how, fontsize=11)
     draw_patches(panels[0], learn(Patches(), some, 600), flower)
     draw_pixels(panels[1], learn(pixels, some, 900), china)
