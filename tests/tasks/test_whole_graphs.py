@@ -460,7 +460,7 @@ def test_bad_targets_are_named(options, message):
 
 def test_bad_splits_and_sizes_are_named():
     parts = {name: torch.tensor([place]) for place, name in enumerate(("train", "val", "test"))}
-    with pytest.raises(UserError, match="graph 2: it is of test, has no class"):
+    with pytest.raises(UserError, match="graph 2: it is in test, but has no class"):
         Made(changed(2, y=torch.tensor([-1])), splits=parts).setup()
     graphs = changed(0, target="numbers", y=torch.tensor([[1.0, torch.nan]]))
     with pytest.raises(UserError, match="no graph of train has a value of number 1"):
