@@ -311,7 +311,7 @@ def test_graphs_without_edges_are_not_explained():
     batch, how = data.to_explain(3)
     assert batch.number.tolist() == [6, 7, 9]  # of classes 0, 1 and again 0, as 4 has no edges
     assert how == "shown: 3 of 5 test graphs, from each class in turn"
-    with pytest.raises(UserError, match=r"explain.graphs: graph 4 has no edges, which are what"):
+    with pytest.raises(UserError, match=r"explain.graphs: graph 4 has no edges to explain"):
         data.to_explain(3, [3, 4])
     for wrong in ("a", 1.0, -1):
         with pytest.raises(UserError, match=r"explain.graphs: expected numbers from 0 to \d+, got"):

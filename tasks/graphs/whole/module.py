@@ -57,7 +57,7 @@ class WholeGraphs(OfGraphs):
         self.evaluate("test", *self._of_stage("test", batch))
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """Return `graph`, the number of each graph, its `name`, if known, and `classify`'s columns."""
+        """Return `graph` (numbers), `name` if graphs have names, and the columns of `classify`."""
         return self.named({"graph": batch.number.tolist(), **self.classify(batch)})
 
     @torch.no_grad()
