@@ -286,8 +286,9 @@ def _summarise(job: Job) -> dict[str, float]:
 def smaller(config: Mapping[str, Any], tries: int, why: str) -> tuple[dict[str, Any], str]:
     """Return the configuration with half the batch size, and a message that describes the change.
 
-    The effective batch size, the number of optimizer steps and the schedule stay the same; only an
-    odd batch size is rounded down. Batch normalization sees the smaller batches.
+    The number of accumulated batches is doubled, so that the effective batch size, the number of
+    optimizer steps and the schedule stay the same; an odd batch size makes each step smaller by one
+    sample for each batch accumulated so far. Batch normalization sees the smaller batches.
 
     Args:
         tries: how often the batch was halved before.

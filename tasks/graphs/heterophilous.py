@@ -22,12 +22,12 @@ class HeterophilousData(GraphDataModule):
     """A graph in the format of the published heterophilous graphs, with fixed splits.
 
     Reads `<name>.npz` (a `-` in the name may be `_`) in `root`, `root/raw` or `root/<name>/raw`,
-    without unpickling anything, and never writes there. It holds `node_features`, `node_labels`,
-    `edges` [edges, 2], and `train_masks`, `val_masks` and `test_masks` [splits, nodes], of which
-    the published files have 10, of 50 / 25 / 25 % of the nodes. The edges are stored once and made
-    undirected, unless the name says "directed", as the authors do. minesweeper, tolokers and
-    questions are binary and unbalanced: `NodeClassification` also gives their ROC-AUC, which papers
-    publish.
+    without unpickling anything, and never writes there. The file holds `node_features`,
+    `node_labels`, `edges` [edges, 2], and `train_masks`, `val_masks` and `test_masks` [splits,
+    nodes]. The published files have 10 splits, of 50 / 25 / 25 % of the nodes. Each edge is stored
+    once and made undirected, as by the authors, unless the name contains "directed". minesweeper,
+    tolokers and questions are binary and unbalanced: `NodeClassification` also gives their ROC-AUC,
+    which papers publish.
 
     Source: Platonov et al., A Critical Look at the Evaluation of GNNs under Heterophily, 2023.
 
@@ -91,7 +91,7 @@ class HeterophilousData(GraphDataModule):
 
 
 def _masks(part: Part) -> Tensor:
-    """[nodes, splits], of [splits, nodes]."""
+    """Return masks, bool [nodes, splits], from a part [splits, nodes]."""
     masks = part.array()
     if masks.ndim != 2 or not np.isin(masks, (0, 1)).all():
         raise UserError(

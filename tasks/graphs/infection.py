@@ -1,4 +1,4 @@
-"""Infection: predicts the distance of a node to the nearest infected one; the path is known."""
+"""Random graphs whose labels are distances to infected nodes, along known shortest paths."""
 
 from typing import Any
 
@@ -15,14 +15,15 @@ from attnkit.tasks.graphs.splits import masks
 class InfectionData(GraphDataModule):
     """A random directed graph with infected nodes; a node's label is its distance to the nearest.
 
-    The features say whether a node is infected ([0, 1]) or not ([1, 0]). The class of a node is
-    the length of the shortest path to it from an infected node, 0 for an infected one, and
-    `max_distance` + 1 where it is longer or there is none. A network needs `max_distance` layers.
+    The features of a node are [0, 1] if it is infected, otherwise [1, 0]. The class of a node is
+    the length of the shortest path to it from an infected node: 0 for an infected one, and
+    `max_distance` + 1 if the path is longer or there is none. A network needs `max_distance`
+    layers.
 
     `true_edges` are the edges of the shortest path, to compare maps of edges with. Nodes with
     several shortest paths are not scored, since one path is enough and none of its edges would be
-    necessary. A random edge is right with the probability path length / edges that reach the node;
-    a random map has AUROC 0.5, and the truth 1.
+    necessary. A random edge is right with the probability path length / edges that reach the node.
+    A random map has AUROC 0.5, and the true one 1.
 
     Sources: Baldassarre and Azizpour, Explainability Techniques for Graph Convolutional Networks,
     2019; Faber et al., When Comparing to Ground Truth is Wrong, 2021, who leave out nodes with
@@ -97,13 +98,15 @@ class InfectionData(GraphDataModule):
         return self.max_distance + 2
 
     def true_edges(self, graph: Data, index: int) -> Tensor | None:
-        """The edges of the shortest path from an infected node, after `setup`.
+        """Return the edges of the shortest path from an infected node to a node, after `setup`.
 
         Args:
-            graph: the whole one, `self.graph`.
+            graph: the whole graph, `self.graph`.
+            index: the number of the node.
 
         Returns:
-            bool [edges]; None where there is none, or more than one such path.
+            bool [edges]; None if the node is infected, is farther than `max_distance`, or has
+            several such paths.
         """
         assert self._last_edge is not None
         right = torch.zeros(graph.num_edges, dtype=torch.bool)

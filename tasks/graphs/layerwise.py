@@ -12,18 +12,18 @@ from attnkit.models.hops import Hops
 from attnkit.tasks.graphs.neighbors import NeighborBatches
 from attnkit.tasks.graphs.sampler import ALL, InNeighbors, sample_neighbors
 
-EDGES = 2**18  # of a block of nodes
+EDGES = 2**18  # number of edges into a block of nodes
 
 
 class Layers:
     """One batch of nodes whose logits are computed from all their neighbours, layer by layer.
 
-    A `Data` with `n_id` (the nodes), `batch_size` (how many), `y`, and `whole`, the
-    `NeighborBatches` that the features and neighbours are in, which stay where they are.
+    The batch is a `Data` with `n_id` (the nodes), `batch_size` (their number), `y`, and `whole`,
+    the `NeighborBatches` that hold features and neighbours and are not moved to the device.
 
     Args:
-        batches: of a split's nodes.
-        chosen: the places of this process's nodes among them.
+        batches: the batches of a split's nodes.
+        chosen: positions of this process's nodes in `batches.seeds`.
     """
 
     def __init__(self, batches: NeighborBatches, chosen: Iterable[int]) -> None:
@@ -45,8 +45,10 @@ class Layers:
 
 
 def sub_graphs(batch: Data, size: int = 1024) -> Iterator[Data]:
-    """The batch itself; of one that is computed layer by layer, sampled sub-graphs around `size` of
-    its nodes each."""
+    """Yield the batch itself, or sampled sub-graphs if it is computed layer by layer.
+
+    Each sub-graph is sampled around `size` nodes of the batch.
+    """
     if "whole" not in batch:
         yield batch
         return
@@ -71,12 +73,13 @@ def layerwise(
     """Return logits of nodes that equal those computed on the whole graph at once.
 
     A layer is computed only for the nodes that the next one reads, in blocks of targets with about
-    `num_edges` edges. The outputs of two layers, one block, and the rows of features of that block
-    are in memory.
+    `num_edges` edges. Only the outputs of two layers, one block, and the rows of features of that
+    block are in memory.
 
     Args:
         hops: the layers of a network in evaluation mode.
         x: [all nodes, channels] on the CPU, dense or sparse CSR.
+        neighbors: the in-neighbours of all nodes.
         nodes: int64 [nodes], on the device to compute on; outputs of layers stay on the CPU.
         edge_attr: [all edges, channels] on the CPU, for a network that reads it; the
             `neighbors` then have the order of the edges.
@@ -114,7 +117,7 @@ def layerwise(
 
 
 def _with_sources(neighbors: InNeighbors, nodes: Tensor, num_edges: int) -> Tensor:
-    """The nodes and all that an edge leads from to them, sorted."""
+    """Return the nodes and the sources of all edges into them, sorted."""
     found = torch.zeros(len(neighbors.offsets) - 1, dtype=torch.bool)
     found[nodes] = True
     for block in _blocks(neighbors, nodes, num_edges):
@@ -123,7 +126,7 @@ def _with_sources(neighbors: InNeighbors, nodes: Tensor, num_edges: int) -> Tens
 
 
 def _blocks(neighbors: InNeighbors, nodes: Tensor, num_edges: int) -> Iterator[Tensor]:
-    """Parts of sorted nodes with about so many edges into them, and no more nodes than that."""
+    """Split sorted nodes into blocks with about `num_edges` edges into them, and no more nodes."""
     degrees = neighbors.offsets[nodes + 1] - neighbors.offsets[nodes]
     number = (degrees + 1).cumsum(0).sub_(1).div_(num_edges, rounding_mode="floor")
     yield from nodes.split(number.unique_consecutive(return_counts=True)[1].tolist())

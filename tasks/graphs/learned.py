@@ -22,7 +22,7 @@ class LearnsClasses(ClassificationModule):
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables; "0", "1", … unless given.
-        in_channels: features of a node; data with others is then refused.
+        in_channels: number of features of a node; if given, data with another number is refused.
         class_weights: see `ClassificationModule`.
     """
 
@@ -64,8 +64,11 @@ class LearnsClasses(ClassificationModule):
         return losses.mean() if len(losses) else losses.sum()
 
     def columns(self, outputs: Tensor) -> dict[str, list[Any]]:
-        """`label`, the name of the most probable class of each row of logits, its `probability`,
-        and of up to 1,000 classes `p(<class>)`, the probability of each."""
+        """Return columns of predictions, with a value for each row of logits.
+
+        They are `label`, the name of the most probable class, its `probability`, and for up to
+        1,000 classes `p(<class>)`, the probability of each.
+        """
         probabilities = outputs.float().softmax(dim=1)
         probability, label = probabilities.max(dim=1)
         return {
@@ -75,7 +78,7 @@ class LearnsClasses(ClassificationModule):
         }
 
     def in_units(self, outputs: Tensor) -> Tensor:
-        """Logits have no units."""
+        """Return the outputs themselves, because logits have no units."""
         return outputs
 
     def facts(self) -> dict[str, Any]:
@@ -98,7 +101,7 @@ class LearnsValues(ValuesModule):
         target: "labels" or "numbers".
         num_outputs: number of labels or numbers of a node or graph.
         class_names: names of the outputs, for tables; "0", "1", … unless given.
-        in_channels: features of a node; data with others is then refused.
+        in_channels: number of features of a node; if given, data with another number is refused.
     """
 
     targets: tuple[str, ...]

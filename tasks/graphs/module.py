@@ -26,14 +26,14 @@ class OfGraphs(TaskModule):
     """
 
     level: str
-    """Of what, as `level` of the data says: "node" or "graph"."""
+    """What the module predicts, as in `level` of the data: "node" or "graph"."""
     first_columns: tuple[str, ...]
-    """Of predictions.csv, before those of what is learned."""
+    """Names that predictions.csv may have before the columns of the outputs."""
     in_channels: int | None
     num_outputs: int
-    # of the first base
+    # attributes of the first base
     targets: tuple[str, ...]
-    """Which `target` of the data it learns."""
+    """Values of the data's `target` that the module can learn."""
     loss: Callable[[Tensor, Tensor], Tensor]
     columns: Callable[[Tensor], dict[str, list[Any]]]
     evaluate: Callable[[str, Tensor, Tensor], None]
@@ -55,7 +55,10 @@ class OfGraphs(TaskModule):
                 check_edges(self.model, graphs)
 
     def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
-        """Outputs and truth of what counts in a batch of "train", "val" or "test"."""
+        """Return outputs and truth of the nodes or graphs that count in a batch of a stage.
+
+        The stage is "train", "val" or "test".
+        """
         raise NotImplementedError
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor:
@@ -65,8 +68,11 @@ class OfGraphs(TaskModule):
         self.evaluate("val", *self._of_stage("val", batch))
 
     def named(self, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Columns of predictions, and behind the first, the number of each node or graph, its
-        `name`, if the data module has `node_names`, or `graph_names`."""
+        """Return columns of predictions with a column `name` behind the first one.
+
+        The first column, `node` or `graph`, holds numbers. The names are `node_names` or
+        `graph_names` of the data module; without these the columns stay as they are.
+        """
         first, numbers = next(iter(columns.items()))
         names = getattr(getattr(self.trainer, "datamodule", None), f"{first}_names", None)
         if not names:
@@ -74,8 +80,11 @@ class OfGraphs(TaskModule):
         return {first: numbers, "name": [names[number] for number in numbers], **columns}
 
     def programs(self) -> dict[str, Program]:
-        """`model`: features and edges of one graph of any size to the outputs of its nodes, or of
-        the graph; none where the model reads positions or edge features."""
+        """Return the program `model`, from features and edges of one graph to outputs.
+
+        The graph has any size; the outputs are those of its nodes, or of the graph. There is no
+        program if `in_channels` is unknown or the model reads positions or edge features.
+        """
         if self.in_channels is None or any(
             getattr(self.model, name, None) is not None for name in ("position_dim", "edge_dim")
         ):
@@ -101,19 +110,23 @@ class OfGraphs(TaskModule):
 
 
 def check_readout(model: nn.Module, *expected: str) -> None:
-    """Raise a `UserError` if the model has another readout."""
+    """Raise a `UserError` if the model's readout is not one of the expected ones."""
     readout = getattr(model, "readout", expected[0])
     if readout not in expected:
         raise UserError(f"model.readout: expected {' or '.join(expected)}, got {readout}")
 
 
 def check_edges(model: nn.Module, graph: Any) -> None:
-    """Says what edges carry that the model does not read; UserError if it reads other."""
+    """Warn of attributes of edges that the model does not read.
+
+    Raises:
+        UserError: the model reads edge features, and the data has none, or of another width.
+    """
     carried = [name for name in CARRIED if getattr(graph, name, None) is not None]
     if unread := [name for name in carried if name not in read_of_edges(model)]:
         rank_zero_warn(
             f"data: {' and '.join(unread)} of the edges: not used, since "
-            f"{type(model).__name__} reads none"
+            f"{type(model).__name__} does not read such attributes"
         )
     read = getattr(model, "edge_dim", None)
     given = graph.edge_attr.shape[1] if "edge_attr" in carried else None
@@ -125,14 +138,14 @@ def check_edges(model: nn.Module, graph: Any) -> None:
 
 
 def beside(model: nn.Module, batch: Data) -> dict[str, Tensor]:
-    """Return the arguments of the model in addition to features and edges."""
+    """Return the model's arguments beyond features and edges: positions and edge attributes."""
     carries = any(name in batch for name in CARRIED)
     names = ("positions", *(read_of_edges(model) if carries else ()))
     return {name: batch[name] for name in names if name in batch}
 
 
 def check_channels(module: Any, data: Any) -> None:
-    """Raise a `UserError` if the data has another number of features, or another level."""
+    """Raise a `UserError` if data and module differ in the number of features, or in the level."""
     given = getattr(data, "in_channels", None)
     if None not in (given, module.in_channels) and given != module.in_channels:
         raise UserError(
@@ -142,9 +155,9 @@ def check_channels(module: Any, data: Any) -> None:
     level = getattr(data, "level", module.level)
     if level != module.level:
         what = {
-            "node": "its nodes are what is learned",
-            "link": "its edges are what is learned",
-            "graph": "it holds many graphs",
+            "node": "the prediction of its nodes",
+            "link": "the prediction of its edges",
+            "graph": "the prediction of many graphs",
         }[level]
         hint = "; data.level=node learns the nodes of each" if level == "graph" else ""
         raise UserError(
@@ -154,10 +167,10 @@ def check_channels(module: Any, data: Any) -> None:
 
 
 def read_of_edges(model: nn.Module) -> list[str]:
-    """Return which attributes of edges a model reads: the arguments of its `forward`.
+    """Return which attributes of edges a model reads: those that are arguments of its `forward`.
 
-    Not all layers of PyG's models read these arguments: `supports_edge_attr` shows it, and layers
-    with an `edge_dim` of None read none.
+    PyG's models have these arguments even if their layers do not read them: `supports_edge_attr`
+    is then False, and layers with `edge_dim=None` read no `edge_attr`.
     """
     parameters = inspect.signature(model.forward).parameters
     sized = next((module for module in model.modules() if hasattr(module, "edge_dim")), None)
@@ -167,7 +180,7 @@ def read_of_edges(model: nn.Module) -> list[str]:
 
 
 def num_layers(model: nn.Module) -> int:
-    """The layers of a model that gather along edges; 0 where none are known."""
+    """Return the number of layers of a model that gather along edges; 0 if none is known."""
     known = getattr(model, "num_hops", None) or getattr(model, "num_layers", None)
     layers = (GraphAttention, GraphConvolution, MessagePassing)
     return known or sum(isinstance(module, layers) for module in model.modules())

@@ -19,22 +19,22 @@ from attnkit.tasks.loaders import BatchItems
 class NeighborBatches(BatchItems):
     """Data set of seed nodes, fetched by the batch with their sampled neighbours.
 
-    For a `DataLoader` with `collate_fn=as_it_is`; any sampler gives the numbers of the seeds. A
-    batch is a sub-graph as PyG's `NeighborLoader` gives it: `x`, `y`, `edge_index`, `n_id` (the
-    nodes' numbers in the graph) and `batch_size`, the number of seeds, which are the first nodes;
-    and, hop by hop, `num_sampled_nodes` and `num_sampled_edges`, of which the first are the seeds';
-    what the edges of the graph carry (`edge_attr`, `edge_weight`) its edges carry, too.
+    It is made for a `DataLoader` with `collate_fn=as_it_is`, whose sampler gives the numbers of the
+    seeds. A batch is a sub-graph in the format of PyG's `NeighborLoader`: `x`, `y`, `edge_index`,
+    `n_id` (the nodes' numbers in the graph) and `batch_size`, the number of seeds, which are the
+    first nodes; `num_sampled_nodes` of the seeds and of each hop, and `num_sampled_edges` of each
+    hop; and `positions`, `edge_attr` and `edge_weight` if the graph has them.
 
-    What is drawn depends on `seed`, the nodes of the batch and, with an `EpochSampler`, the epoch,
-    and on nothing else: neither the number of workers nor a run that was stopped and resumed change
-    it, and what is not shuffled is evaluated on the same sub-graphs each time.
+    The draw depends only on `seed`, the nodes of the batch and, with an `EpochSampler`, the epoch.
+    Neither the number of workers nor stopping and resuming a run changes it, and data that is not
+    shuffled is evaluated on the same sub-graphs each time.
 
     >>> batches = NeighborBatches(data, data.train_mask.nonzero().flatten(), [10, 5])
     >>> loader = DataLoader(batches, 256, shuffle=True, collate_fn=as_it_is)
 
     Args:
         data: the graph: x [nodes, channels], dense or sparse CSR, y [nodes], edge_index [2, edges].
-        seeds: int64 [seeds], the nodes to make batches of.
+        seeds: int64 [seeds], the nodes that batches are made for.
         num_neighbors: see `sample_neighbors`.
         seed: seed of the sampling.
         neighbors: the in-neighbours of `data`, if already computed.
@@ -91,10 +91,13 @@ def in_neighbors(data: Data) -> InNeighbors:
 def pyg_neighbor_loader(
     data: Data, seeds: Tensor, num_neighbors: Sequence[int], **options: Any
 ) -> Any:
-    """PyG's `NeighborLoader` of the same batches; `options` are those of a `DataLoader`.
+    """Return PyG's `NeighborLoader`, whose batches have the same format.
+
+    Args:
+        options: options of a `DataLoader`.
 
     Raises:
-        UserError: pyg-lib, which does the sampling, is not installed.
+        UserError: pyg-lib, which samples for PyG, is not installed.
     """
     from torch_geometric.loader import NeighborLoader
     from torch_geometric.typing import WITH_PYG_LIB

@@ -44,9 +44,9 @@ class PlanetoidData(GraphDataModule):
     differs from the published one is read all the same, with a warning that results on it are not
     comparable.
 
-    Equal to `torch_geometric.datasets.Planetoid`, but that `normalize_features` divides rows with a
-    sum below 1 (PubMed's) too, as GAT's authors do. Nodes that no file describes (CiteSeer's 15)
-    have no features and class 0, as there, and are in no split.
+    The graph equals that of `torch_geometric.datasets.Planetoid`, except that `normalize_features`
+    also divides rows with a sum below 1 (PubMed's), as GAT's authors do. Nodes that no file
+    describes (CiteSeer's 15) have no features and class 0, as in PyG, and are in no split.
 
     Source: Yang et al., Revisiting Semi-Supervised Learning with Graph Embeddings, 2016.
 
@@ -78,7 +78,7 @@ class PlanetoidData(GraphDataModule):
 
     def load(self) -> Data:
         files = self._files()
-        _warn_of_others(files.values())
+        _warn_if_unpublished(files.values())
         read = {part: load(files[part]) for part in PARTS[1:-1]}
         tested = _numbers(files["test.index"])
         try:
@@ -104,11 +104,17 @@ class PlanetoidData(GraphDataModule):
 
 
 def _assembled(tested: Tensor, tx: Any, allx: Any, y: Any, ty: Any, ally: Any, graph: Any) -> Data:
-    """Row i of `tx` and `ty` describes node tested[i]; all nodes before those are in `allx`."""
+    """Return the graph.
+
+    Row i of `tx` and `ty` describes node tested[i]; `allx` and `ally` describe the nodes before.
+    """
     count = int(tested.max()) + 1
     first, width = allx.shape
     if tested.min() != first or tx.shape != (len(tested), width):
-        raise ValueError(f"{first} known nodes, then nodes {tested.min()} to {tested.max()}")
+        raise ValueError(
+            f"expected {len(tested)} rows of {width} features for nodes from {first} on, got "
+            f"{list(tx.shape)} for nodes {tested.min()} to {tested.max()}"
+        )
     rows, columns = tx.indices()
     entries = torch.cat([allx.indices(), torch.stack([tested[rows], columns])], dim=1)
     values = torch.cat([allx.values(), tx.values()])
@@ -131,11 +137,11 @@ def _numbers(path: Path) -> Tensor:
     except ValueError as error:
         raise UserError(f"{path}: expected the number of a node per line") from error
     if not numbers or len(set(numbers)) != len(numbers):
-        raise UserError(f"{path}: expected nodes, each once")
+        raise UserError(f"{path}: expected numbers of nodes, each once")
     return torch.tensor(numbers)
 
 
-def _warn_of_others(files: Any) -> None:
+def _warn_if_unpublished(files: Any) -> None:
     known = [path for path in files if path.name in DIGESTS]
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in known}
     if differing := [name for name, digest in found.items() if digest != DIGESTS[name]]:

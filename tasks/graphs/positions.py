@@ -22,20 +22,21 @@ def node_positions(data: Data, kind: Positions, dim: int, seed: int = 0) -> Tens
       Laplacian of the graph without directions, with signs drawn by `seed` (Dwivedi et al.,
       Benchmarking Graph Neural Networks, 2020; PyG's `AddLaplacianEigenvectorPE`)
     - "random_walk": the probabilities that a random walk is back at its node after 1, 2, … dim
-      steps (Dwivedi et al., 2022; PyG's `AddRandomWalkPE`). It multiplies the adjacency matrix with
-      itself, whose powers of a large graph without locality are dense.
+      steps (Dwivedi et al., 2022; PyG's `AddRandomWalkPE`). It computes powers of the adjacency
+      matrix, which are dense for a large graph without locality.
 
     Raises:
-        UserError: there are too few nodes for `dim` eigenvectors, or they were not found.
+        UserError: `dim` is above the number of nodes less 2, or the eigenvectors were not found.
     """
     bare = Data(edge_index=data.edge_index, num_nodes=data.num_nodes)
     if kind == "random_walk":
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Sparse", UserWarning)  # of torch's, about itself
+            warnings.filterwarnings("ignore", "Sparse", UserWarning)  # CSR is in beta state
             return AddRandomWalkPE(dim, "positions")(bare).positions.float()
     if dim > data.num_nodes - 2:
         raise UserError(
-            f"data.position_dim: expected at most {data.num_nodes - 2}, the nodes less 2, got {dim}"
+            f"data.position_dim: expected at most {data.num_nodes - 2}, the number of nodes less "
+            f"2, got {dim}"
         )
     bare.edge_index = to_undirected(bare.edge_index, num_nodes=bare.num_nodes)
     options: dict[str, Any] = {}
@@ -48,5 +49,6 @@ def node_positions(data: Data, kind: Positions, dim: int, seed: int = 0) -> Tens
             return transform(bare).positions.float()
         except RuntimeError as error:  # ArpackNoConvergence
             raise UserError(
-                f"data.positions: the eigenvectors were not found ({error}); positions=random_walk"
+                f"data.positions: the eigenvectors were not found ({error}); use "
+                "data.positions=random_walk"
             ) from error

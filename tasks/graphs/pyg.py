@@ -27,13 +27,13 @@ class PyGData(GraphDataModule):
     there. Some of its classes unpickle files; a file that names anything but numbers and containers
     is refused, as in `PlanetoidData`.
 
-    A graph that does not bring train, validation and test masks all three is split by `seed`:
-    `val_fraction` and `test_fraction` of every class, and a line says so.
+    A graph without one of the masks of train, val and test is split by `seed`, with `val_fraction`
+    and `test_fraction` of every class, or of all nodes without classes. A log line reports it.
 
     Args:
         name: the name of the class, such as KarateClub.
-        root: for classes that read or download files; None: a cache folder.
-        options: further arguments of the class; plain values.
+        root: the folder of a class that reads or downloads files; None: a cache folder.
+        options: further arguments of the class: texts, numbers, truth values or None.
         val_fraction: share of a random split for validation.
         test_fraction: share of a random split for the test.
 
@@ -62,7 +62,7 @@ class PyGData(GraphDataModule):
         self._set = PyGSet(name, root, options)
 
     def prepare_data(self) -> None:
-        self._set.read()  # downloads, where that is needed
+        self._set.read()  # downloads the files if necessary
 
     def load(self) -> Data:
         dataset = self._set.read()
@@ -80,7 +80,7 @@ class PyGData(GraphDataModule):
             and (data.y.ndim == 1 or self.target != "classes")
         ):
             rank_zero_info(
-                f"{self.class_name} brings no train, val and test masks: "
+                f"{self.class_name} does not have all masks of train, val and test: "
                 f"split by data.seed={self.seed}"
             )
             fractions = [self.val_fraction, self.test_fraction]
@@ -103,7 +103,9 @@ class PyGSet:
             if key not in self.parameters or key == "root":
                 raise ValueError(f"options.{key}: {name} takes {', '.join(self.parameters)}")
             if not isinstance(value, _PLAIN):
-                raise ValueError(f"options.{key}: expected a plain value, got {value!r}")
+                raise ValueError(
+                    f"options.{key}: expected a text, number, truth value or null, got {value!r}"
+                )
         if "root" in self.parameters:
             folder = cache_folder() / "pyg" / name if root is None else Path(root).expanduser()
             self._arguments["root"] = str(folder.absolute())
@@ -112,19 +114,22 @@ class PyGSet:
 
     @property
     def has_splits(self) -> bool:
-        """Whether it is a data set for each split, and none was chosen."""
+        """Whether the class has an argument `split` that `options` does not set."""
         return "split" in self.parameters and "split" not in self._arguments
 
     def read(self, **more: Any) -> Dataset:
-        """The data set; a `UserError` if it cannot be read or its files name code."""
+        """Return the data set; `more` are further arguments of the class.
+
+        Raises:
+            UserError: the data set cannot be read, or its files name code.
+        """
         try:
             with only_data(self.name):
                 return self._class(**self._arguments, **more)
         except UserError:
             raise
-        except Exception as error:  # of every kind: each class reads and downloads its own way
-            said = first_line(error)
-            raise UserError(f"data: {self.name} cannot be read: {said}") from error
+        except Exception as error:  # each class reads and downloads in its own way
+            raise UserError(f"data: {self.name} cannot be read: {first_line(error)}") from error
 
 
 def _dataset(name: str) -> type[Dataset]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnkit.core.operators.sparse import offsets, ranges
 
-ALL = -1  # neighbours of a node
+ALL = -1  # as a number of neighbours: all of a node's
 
 
 class InNeighbors(NamedTuple):
@@ -23,10 +23,10 @@ class InNeighbors(NamedTuple):
 
     @classmethod
     def of(cls, edge_index: Tensor, num_nodes: int, *, with_order: bool = False) -> "InNeighbors":
-        """From edge_index [2, edges], source in row 0, target in row 1."""
+        """Sort the edges of edge_index [2, edges], source in row 0, target in row 1, by target."""
         source, target = edge_index
         counts = torch.bincount(target, minlength=num_nodes)
-        if num_nodes < 2**31:  # half the memory, for as long as the graph is there
+        if num_nodes < 2**31:  # int32 takes half the memory
             source = source.int()
         order = target.argsort(stable=True)
         sorted_sources = source.index_select(0, order)
@@ -38,12 +38,13 @@ class Sampled(NamedTuple):
 
     Attributes:
         nodes: int64 [nodes], their numbers in the whole graph; the seeds first, each once, then
-            what was reached, hop by hop.
+            the nodes that each hop reached.
         edge_index: int64 [2, edges], source in row 0, target in row 1, as positions in `nodes`.
         seeds: int64 [seeds], the position in `nodes` of every seed that was given.
-        num_nodes: of the seeds, then those that each hop reached.
-        num_edges: of each hop, the nearest to the seeds first.
-        edges: int64 [edges], which of the caller's edges each is; None: `neighbors` has no order.
+        num_nodes: the number of seeds, then the number of new nodes of each hop.
+        num_edges: the number of edges of each hop, the nearest to the seeds first.
+        edges: int64 [edges], the number of each edge in the caller's order; None if `neighbors` has
+            no order.
     """
 
     nodes: Tensor
@@ -62,11 +63,11 @@ def sample_neighbors(
 ) -> Sampled:
     """Sample the sub-graph around seeds that `len(num_neighbors)` layers of message passing read.
 
-    The first layer of sampling looks at the edges into the seeds, the next at those into the nodes
-    that were new then, and so on. Of the edges into a node at most that layer's number are kept,
-    chosen uniformly without replacement; with -1 all, and the seeds' outputs are then exactly those
-    on the whole graph. The time depends on what is drawn, not on degrees or on the size of the
-    graph.
+    The first layer of sampling draws from the edges into the seeds, the next from those into the
+    nodes that the first one added, and so on. At most that layer's number of edges into a node are
+    kept, chosen uniformly without replacement; -1 keeps all, so that the seeds' outputs are exactly
+    those on the whole graph. The time depends on the number of edges drawn, not on degrees or on
+    the size of the graph.
 
     Source: GraphSAGE (Hamilton et al., 2017), which drew with replacement.
 
@@ -116,8 +117,11 @@ def _positions(nodes: Tensor, reached: Tensor) -> Tensor:
 def _edges_into(
     neighbors: InNeighbors, nodes: Tensor, count: int, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """The places [edges] in `neighbors` of edges into these nodes, all of a node's, or `count` of
-    them if it has more; and for each which of the nodes it leads to."""
+    """Return places [edges] in `neighbors` of edges into nodes, and the position of each target.
+
+    A node gets all of its edges, or `count` of them if it has more; the position is that of the
+    target in `nodes`.
+    """
     starts = neighbors.offsets.index_select(0, nodes)
     degrees = neighbors.offsets.index_select(0, nodes + 1) - starts
     is_many = degrees > count if count >= 0 else torch.zeros_like(degrees, dtype=torch.bool)
@@ -129,7 +133,7 @@ def _edges_into(
 
 
 def _subsets(sizes: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
-    """For each size n > count, a uniform subset of 0 … n − 1; [sizes, count].
+    """Return a uniform subset of 0 … n − 1 for each size n > count, [sizes, count].
 
     Floyd's algorithm, in all rows at once: its j-th number is drawn from 0 … n − count + j, and is
     that upper limit if it was drawn before (Bentley and Floyd, 1987).

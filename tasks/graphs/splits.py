@@ -1,4 +1,4 @@
-"""Random splits of a graph's nodes, for data without splits."""
+"""Random splits of a graph's nodes, and keys that identify nodes across versions of a graph."""
 
 from collections.abc import Sequence
 
@@ -17,15 +17,15 @@ def planetoid_masks(
 ) -> dict[str, Tensor]:
     """Random train_mask, val_mask and test_mask by the protocol of Planetoid (Yang et al., 2016).
 
-    As many nodes of each class to train on, of the rest `num_val` to validate and `num_test` to
-    test on.
+    `num_train_per_class` nodes of each class are for training, `num_val` of the others for
+    validation and `num_test` for the test.
 
     Raises:
-        UserError: there are fewer nodes than that.
+        UserError: a class or the graph has fewer nodes.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(labels), generator=generator)
-    rank = torch.empty_like(order)  # the place of a node among those of its class
+    rank = torch.empty_like(order)  # the rank of a node within its class
     for label in labels.unique().tolist():
         members = order[labels[order] == label]
         if len(members) < num_train_per_class:
@@ -62,16 +62,16 @@ def random_masks(labels: Tensor, fractions: Sequence[float], seed: int) -> dict[
 
 
 def masks(count: int, train: Tensor, val: Tensor, test: Tensor) -> dict[str, Tensor]:
-    """The masks [count] of nodes given by their numbers."""
+    """Return train_mask, val_mask and test_mask, bool [count], of nodes given by number."""
     parts = zip(SPLITS, (train, val, test), strict=True)
     return {f"{name}_mask": index_to_mask(nodes, count) for name, nodes in parts}
 
 
 def node_keys(graph: Data) -> Tensor:
-    """int64 [nodes]: a key that a node keeps while its number, label and features stay.
+    """Return a key of each node, int64 [nodes], of its number, label and features.
 
-    So nodes are known again where others or edges were added or removed. Where several have equal
-    features, as all ones, nodes of another graph may have the keys of these.
+    Keys identify nodes after other nodes or edges were added or removed. If several nodes have
+    equal features, such as all ones, nodes of another graph may have the same keys.
     """
     numbers = _mixed(torch.arange(graph.num_nodes))
     labels = graph.y if graph.y.ndim == 1 else _row_keys(graph.y)
@@ -79,13 +79,13 @@ def node_keys(graph: Data) -> Tensor:
 
 
 def are_alike(x: Tensor) -> Tensor:
-    """bool [nodes]: which have the features of another one, too."""
+    """Return which nodes have the same features as another node, bool [nodes]."""
     _, kinds, counts = _row_keys(x).unique(return_inverse=True, return_counts=True)
     return counts[kinds] > 1
 
 
 def _row_keys(x: Tensor) -> Tensor:
-    """int64 [rows]: sums of the bits of each value, with a factor for its column."""
+    """Return a key of each row, int64 [rows]: the sum of its values' bits times column factors."""
     factors = _mixed(torch.arange(1, x.shape[1] + 1))
     if x.layout != torch.strided:
         entries = x.to_sparse_coo().coalesce()
@@ -100,8 +100,10 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """int64 to int64 that look random: the finalizer of splitmix64 (Steele et al., 2014), but with
-    shifts that keep the sign."""
+    """Return a hash of each int64, also int64.
+
+    It is the finalizer of splitmix64 (Steele et al., 2014), but with shifts that keep the sign.
+    """
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         numbers = (numbers ^ (numbers >> shift)) * factor
     return numbers ^ (numbers >> 31)

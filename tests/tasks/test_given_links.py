@@ -248,7 +248,7 @@ def test_tensors_are_read_too(graph_files, tmp_path):
     [
         (
             {"val_fraction": 0.05},
-            "data.links.val_fraction: the data bring their own splits, expect",
+            "data.links.val_fraction: the data has its own splits, expect",
         ),
         ({"num_ranked": 7}, "data.links.num_ranked: .* expected 100, got 7"),
     ],

@@ -193,7 +193,7 @@ BAD = {
     "an index": ({"labels": "graph,a\n" + rows(f"{one},{one + 0.5}" for one in range(6))} | NUMBERS,
                  "labels.csv: the first column counts the rows or names the graphs"),
     "of train, not known": ({"labels": rows([0, -1, 1, 0, 2, 2])},
-                            "labels.csv, line 2: graph 1: it is of train, has no class"),
+                            "labels.csv, line 2: graph 1: it is in train, but has no class"),
     "no known numbers": ({"labels": rows([*["nan,1"] * 2, "1,1", "2,1", "nan,1", "2,1"])} | NUMBERS,
                          "no graph of train has a value of number 0"),
     "features": ({"features": rows(["1,2,3"] * 7 + ["1,inf,3"] + ["1,2,3"] * 10)},

@@ -115,7 +115,7 @@ def test_a_label_of_the_graph_is_refused():
         (("os",), "has no 'os'"),
         (("KarateClub", "."), "root: KarateClub reads no files"),
         (("KarateClub", None, {"colour": 1}), "options.colour: KarateClub takes transform"),
-        (("KarateClub", None, {"transform": {}}), "options.transform: expected a plain value"),
+        (("KarateClub", None, {"transform": {}}), "options.transform: expected a text, number"),
         (("Planetoid", None, {"root": "."}), "options.root: Planetoid takes"),
     ],
 )

@@ -311,7 +311,7 @@ def test_graphs_without_edges_are_not_explained():
     batch, how = data.to_explain(3)
     assert batch.number.tolist() == [6, 7, 9]  # of classes 0, 1 and again 0, as 4 has no edges
     assert how == "shown: 3 of 5 test graphs, from each class in turn"
-    with pytest.raises(UserError, match=r"explain.graphs: graph 4 has no edges, which are what"):
+    with pytest.raises(UserError, match=r"explain.graphs: graph 4 has no edges to explain"):
         data.to_explain(3, [3, 4])
     for wrong in ("a", 1.0, -1):
         with pytest.raises(UserError, match=r"explain.graphs: expected numbers from 0 to \d+, got"):
@@ -460,7 +460,7 @@ def test_bad_targets_are_named(options, message):
 
 def test_bad_splits_and_sizes_are_named():
     parts = {name: torch.tensor([place]) for place, name in enumerate(("train", "val", "test"))}
-    with pytest.raises(UserError, match="graph 2: it is of test, has no class"):
+    with pytest.raises(UserError, match="graph 2: it is in test, but has no class"):
         Made(changed(2, y=torch.tensor([-1])), splits=parts).setup()
     graphs = changed(0, target="numbers", y=torch.tensor([[1.0, torch.nan]]))
     with pytest.raises(UserError, match="no graph of train has a value of number 1"):

@@ -44,32 +44,33 @@ class GraphFilesData(GraphDataModule):
     | `edges` | source and target of each edge, [edges, 2] or [2, edges] | `edge_index` |
     | `features` | numbers [nodes, channels] | `x` |
     | `labels` | the class of each node, a number from 0 on or a name; −1, nan: none | `y` |
-    | `train`, `val`, `test` | numbers of nodes, or masks (see below); may lack | `train_mask`, … |
-    | `edge_attr` | numbers [edges, channels] that the edges carry; may lack | `edge_features` |
-    | `edge_weight` | a number of each edge; may lack | `edge_weights` |
-    | `classes` | the name of each class, if labels are numbers, or column; may lack | |
-    | `nodes` | the name of each node; tables of edges and splits are by name then; may lack | |
-    | `val_edges`, `test_edges` | with `links`: edges that are held out and not in `edges`; of an \
-undirected graph one direction of each; may lack | |
-    | `val_negatives`, `test_negatives` | pairs that each of them is ranked among; may lack | |
+    | `train`, `val`, `test` | numbers of nodes, or masks (see below); optional | `train_mask`, … |
+    | `edge_attr` | numbers [edges, channels], the features of edges; optional | `edge_features` |
+    | `edge_weight` | a number for each edge; optional | `edge_weights` |
+    | `classes` | the name of each class, if labels are numbers, or of each column; optional | |
+    | `nodes` | the name of each node, which edges and splits then use; optional | |
+    | `val_edges`, `test_edges` | with `links`: edges that are held out and not in `edges`; one \
+direction of each in an undirected graph; optional | |
+    | `val_negatives`, `test_negatives` | pairs among which these edges are ranked; optional | |
 
-    A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, these also `.gz`, or `.parquet`, which
-    needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. A header of a table
-    and a first column without a name, as pandas writes its index, are ignored; a first column of
-    features with a name that counts the nodes may be either, and is refused. An `.npy` of features
-    is mapped: with a `batch_size` only the rows of a batch are read, after a check that
-    all are finite; `normalize_features` and `sparse_features` read it into memory. Text is
-    read line by line. Nothing is unpickled, and nothing written.
+    A part is `<name>.npy`, `.npz`, `.csv`, `.tsv`, `.txt`, the last three also with `.gz`, or
+    `.parquet`, which needs pyarrow. Nodes are 0 to nodes − 1, the rows of `features`. A header of
+    a table and a first column without a name, as pandas writes its index, are ignored; a first
+    column of features with a name that counts the nodes may be an index or a feature, and is
+    refused. An `.npy` of features is mapped: with a `batch_size` only the rows of a batch are read,
+    after one pass over all that checks that they are finite; `normalize_features` and
+    `sparse_features` read it into memory. Text is read line by line. Nothing is unpickled, and
+    nothing is written.
 
     With `target` "labels" or "numbers", `labels` has a row for each node, of several labels (0, 1)
     or numbers; a header names them. Empty cells and nan are unknown and do not count.
 
-    A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. An empty label means
-    no label, as −1 and nan do.
+    A mask is [nodes], or [nodes, splits], of truth values or of 0 and 1. An empty class means no
+    label, as −1 and nan do.
 
-    Repeated edges and self-loops are kept, and a warning counts them. Without train,
-    val and test a random split is drawn by `seed`: `val_fraction` and `test_fraction` of every
-    class. To predict, labels and splits are not read.
+    Repeated edges and self-loops are kept, and a warning counts them. Without train, val and test a
+    random split is drawn by `seed`, with `val_fraction` and `test_fraction` of every class. In a
+    prediction, labels and splits are not read.
 
     Args:
         root: the folder or .npz.
@@ -129,11 +130,12 @@ undirected graph one direction of each; may lack | |
 
 
 def read_nodes(parts: Parts, beside: Part | None) -> tuple[Part, Tensor, dict[str, int] | None]:
-    """The part `features`, what it holds [nodes, channels], and the nodes by name, if they have
-    names.
+    """Return the part `features`, its values [nodes, channels], and numbers of nodes by name.
+
+    The latter are None if nodes have no names.
 
     Args:
-        beside: a part with a row for each node, if there is one: see `read_features`.
+        beside: another part with a row for each node, or None (see `read_features`).
     """
     part, nodes = parts.expect("features", "x"), parts.find("nodes")
     x = read_features(part, [other for other in (nodes, beside) if other])
@@ -147,8 +149,10 @@ def read_nodes(parts: Parts, beside: Part | None) -> tuple[Part, Tensor, dict[st
 def read_all_edges(
     parts: Parts, count: int, names: Mapping[str, int] | None, **options: Any
 ) -> dict[str, Tensor]:
-    """The edges between so many nodes and what they carry, as `read_edges` gives them; `names` and
-    `options` are its own."""
+    """Return the edges between `count` nodes and their attributes, in the form of `read_edges`.
+
+    `names` and `options` are arguments of `read_edges`.
+    """
     carried = {name: parts.find(*others) for name, others in CARRIED.items()}
     part = parts.expect("edges", "edge_index")
     return read_edges(part, count, names, carried=carried, **options)
@@ -157,11 +161,13 @@ def read_all_edges(
 def read_link_splits(
     parts: Parts, count: int, names: Mapping[str, int] | None
 ) -> dict[str, HeldOut]:
-    """The edges that the parts `val_edges` and `test_edges` hold out, and the pairs that each is
-    ranked among, of `val_negatives` and `test_negatives`, where there are some; or nothing.
+    """Return the held-out links of val and test; nothing if the parts are not there.
+
+    The edges are in the parts `val_edges` and `test_edges`; the pairs among which they are ranked
+    in `val_negatives` and `test_negatives`, if these are there.
 
     Raises:
-        UserError: some of them are there, but not the edges of both splits.
+        UserError: some of the parts are there, but not the edges of both splits.
     """
 
     def pairs(part: Part | None) -> Any:
@@ -178,19 +184,20 @@ def read_link_splits(
 
 
 def parts_of_splits(parts: Parts, predicts: bool) -> dict[str, Part]:
-    """Train, val and test, or nothing; the last of the parts that are looked for, so that a line
-    says which are not used.
+    """Return the parts train, val and test, or nothing if none is there.
+
+    They are the last parts that are looked for, so that a log line can name the files not used.
 
     Args:
-        predicts: whether they will not be read, so that some may lack.
+        predicts: whether the parts will not be read, so that some may be missing.
 
     Raises:
-        UserError: some of them are there, but not all.
+        UserError: some of the parts are there, but not all.
     """
     found = {split: parts.find(*MASKS[split]) for split in SPLITS}
     given = {split: part for split, part in found.items() if part}
     if unused := parts.unused():
-        rank_zero_info(f"{parts.root}: no part of a graph: {', '.join(unused)}")
+        rank_zero_info(f"{parts.root}: not used, as no part of a graph: {', '.join(unused)}")
     lacking = [split for split in SPLITS if split not in given]
     if given and lacking and not predicts:
         raise UserError(f"data.root: {parts.root} has no {' and no '.join(lacking)}")

@@ -10,7 +10,7 @@ from attnkit.lightning.errors import UserError, first_line
 from attnkit.tasks.graphs.files.part import Form, Part, are_whole
 from attnkit.tasks.graphs.files.stand_ins import refuse_stand_in
 
-ROWS = 1_000_000  # of words that are Python's at a time
+ROWS = 1_000_000  # rows that are converted to Python's texts at a time
 
 
 class Parquet(Part):
@@ -47,7 +47,7 @@ class Parquet(Part):
         return f"{self.where}, row {row + self._skipped}"
 
     def _columns(self) -> dict[str, Any]:
-        """Arrow's columns by name, without those of the index."""
+        """Return Arrow's columns by name, without those of the index."""
         refuse_stand_in(self.path)
         try:
             from pyarrow import ArrowException
@@ -69,9 +69,9 @@ class Parquet(Part):
             if name in described or re.fullmatch(r"Unnamed: \d+|", name)
         ]
         for i in described:
-            if isinstance(i, dict) and i.get("kind") == "range":  # in the metadata alone
+            if isinstance(i, dict) and i.get("kind") == "range":  # only in the metadata
                 numbers = np.arange(i["start"], i["stop"], i["step"])
-                if len(numbers) == table.num_rows:  # else pandas takes it for lost
+                if len(numbers) == table.num_rows:  # pandas ignores an index of another length
                     self.index.append((f"its index {i['start']}, …", numbers))
         if not columns:
             raise UserError(f"{self.path}: expected columns of values, got none")
@@ -80,7 +80,7 @@ class Parquet(Part):
 
 
 def _texts(column: Any) -> np.ndarray:
-    """Words as text, where nothing is ""; numbers as they are."""
+    """Return words as text, with "" for missing ones; numbers stay as they are."""
     values = column.to_numpy()
     if values.dtype.kind != "O":
         return values

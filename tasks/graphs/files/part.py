@@ -74,7 +74,7 @@ class Part(ABC):
 
     @abstractmethod
     def place_of(self, row: int) -> str:
-        """The file and, of a table, the line or row, for a message."""
+        """Return the file and, for a table, the line or row, for messages."""
 
     def node_place(self, node: int) -> str:
         """Return where the row of a node is, for messages; for an array with the node's number."""
@@ -86,8 +86,8 @@ class Part(ABC):
         The shape is [rows], or [rows, columns] for several columns.
 
         Args:
-            count: the number of rows if there is one for each node. If there is one more, the first
-                is a header. An empty line is then a row, and an index must count the rows.
+            count: the number of nodes, if each has a row. With one row more, the first is a header.
+                Given a count, an empty line may be a row, and an index must count the rows.
         """
         words = self._words(count)
         if self.is_table and len(words) == count:
@@ -98,8 +98,10 @@ class Part(ABC):
     def _words(self, count: int | None) -> np.ndarray: ...
 
     def fields(self) -> Iterator[tuple[list[str], str]]:
-        """The fields of each row as text, and its place within the file, such as ", line 7". Of
-        text a header comes too, unless there is an index."""
+        """Yield the fields of each row as text, and its place in the file, such as ", line 7".
+
+        A header of text is included unless there is an index.
+        """
         raise NotImplementedError
 
     def check_rows(self, values: np.ndarray, what: str = "rows") -> None:
@@ -144,7 +146,8 @@ class Part(ABC):
         Such a column counts the rows in any order, or holds the names of the nodes.
 
         Args:
-            values: [rows, columns]. Where `rows` is known, the form of the file is, too.
+            values: [rows, columns]; not checked if `rows` is known, since the form of the file is
+                then known, too.
             what: the meaning of a column that is no index, for the message.
             names: names of the nodes.
         """
@@ -191,13 +194,16 @@ class Part(ABC):
         )
 
     def without_first(self, values: np.ndarray) -> np.ndarray:
-        """The values without their first row, which turned out to be a header."""
+        """Return the values without their first row, which is a header."""
         self._skipped = 1
         return values[1:]
 
 
 def numbers_of(words: np.ndarray) -> np.ndarray:
-    """The numbers that all the words are, int64 where they are whole; else the words."""
+    """Return words as numbers, int64 if all are whole; the words themselves if one is no number.
+
+    An empty word is NaN.
+    """
     if words.dtype.kind != "U":
         return words
     try:

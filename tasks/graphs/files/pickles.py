@@ -27,7 +27,7 @@ _reader: ContextVar[str] = ContextVar("attnkit_pickle_reader", default="")
 
 
 def load(path: Path) -> Any:
-    """The array of numbers, sparse tensor or dict of lists of int that a file of Planetoid holds.
+    """Return the array of numbers, sparse tensor or dict of lists of int in a file of Planetoid.
 
     Raises:
         UserError: the file contains any other name, which the message gives, or is broken.
@@ -43,7 +43,7 @@ def load(path: Path) -> Any:
 
 
 def load_saved(path: Path) -> Any:
-    """Load tensors, arrays (as tensors) and dictionaries that `torch.save` wrote.
+    """Load tensors, arrays of numbers (as tensors) and dictionaries that `torch.save` wrote.
 
     Raises:
         UserError: the file contains any other name, which the message gives, or is broken.
@@ -58,9 +58,9 @@ def load_saved(path: Path) -> Any:
     except Exception as error:  # a broken pickle can raise anything
         if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
             why = f"it names {named[1]}, which is refused"
-        else:  # what torch's reader said, without its advice to run what the file holds
-            said = str(error).rpartition("WeightsUnpickler error:")[2].strip()
-            why = said.partition("\n")[0].partition(". ")[0] or "it ends early"
+        else:  # torch's message without its advice to run the code in the file
+            message = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+            why = message.partition("\n")[0].partition(". ")[0] or "it ends early"
         raise UserError(f"{path} is not a file of tensors and arrays: {why}") from error
     if not isinstance(saved, dict):
         return saved
@@ -72,16 +72,16 @@ def load_saved(path: Path) -> Any:
 
 @contextmanager
 def only_data(reader: str) -> Iterator[None]:
-    """Inside, whoever unpickles anything but numbers and containers gets an error before it is run.
+    """Context in which unpickling anything but numbers and containers fails before it is run.
 
-    Python tells its audit hooks of every name that a pickle looks up. (What torch reads with
-    `weights_only=True` is checked by torch, without such a look-up.)
+    Python calls its audit hooks with every name that a pickle looks up. (Files that torch reads
+    with `weights_only=True` are checked by torch, without such a look-up.)
 
     Args:
-        reader: who reads, for the message.
+        reader: the name of the code that reads, for the message.
 
     Raises:
-        UserError: names what was looked up.
+        UserError: a pickle looks up another name, which the message gives.
     """
     _audit()
     token = _reader.set(reader)
@@ -144,7 +144,7 @@ class _Matrix:
 
 
 def _encoded(text: str, encoding: str) -> bytes:
-    """Python 3's way to write bytes in an old pickle."""
+    """Return bytes from the text as which Python 3 writes them in an old pickle protocol."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes written as {encoding!r}, expected latin1")
     return text.encode("latin1")
@@ -180,6 +180,6 @@ def _checked(loaded: Any) -> Any:
         for node, neighbors in loaded.items():
             numbers = [node, *neighbors] if isinstance(neighbors, list) else [neighbors]
             if any(type(number) is not int for number in numbers):
-                raise pickle.UnpicklingError(f"no list of nodes at {node!r}")
+                raise pickle.UnpicklingError(f"expected a list of nodes at {node!r}")
         return dict(loaded)
     raise pickle.UnpicklingError(f"a {type(loaded).__name__}, expected an array, matrix or dict")

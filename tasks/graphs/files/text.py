@@ -17,7 +17,7 @@ from attnkit.tasks.graphs.files.part import Form, Part, are_whole, numbers_of
 from attnkit.tasks.graphs.files.stand_ins import refuse_stand_in
 
 TEXT = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
-_SEEN = 40  # characters of a wrong line
+_SHOWN = 40  # characters of a wrong line in a message
 _TRUTHS = re.compile(r"\b(true|false)\b", re.IGNORECASE)
 _INDEX = "the first column has no name, as an index, but"
 
@@ -28,7 +28,8 @@ class Text(Part):
     Empty lines and lines that start with # above the first row are left out. 3.0 is a whole number.
     """
 
-    _numbers_of_lines: list[int] | None = None  # of rows of words; None: empty lines are no rows
+    _numbers_of_lines: list[int] | None = None
+    """The line of each row, after words were read; None: every line that is not empty is a row."""
 
     @cached_property
     def form(self) -> Form:  # type: ignore[override]
@@ -45,7 +46,7 @@ class Text(Part):
 
     def array(self, dtype: Any = None, columns: int | None = None) -> np.ndarray:
         form = self.form
-        lines = _Followed(self._rows(after_header=form.is_header))
+        lines = _Lines(self._rows(after_header=form.is_header))
         first = next(lines, None)
         if first is None:
             return np.empty((0, columns or 1), dtype)
@@ -61,11 +62,11 @@ class Text(Part):
         rest: Iterator[str] = chain([first], lines)
         if any(map(_is_truth, fields)):
             rest = (_TRUTHS.sub(lambda word: str(int(word[0].lower() == "true")), t) for t in rest)
-        # an index counts beyond what float32 holds
+        # float32 does not hold large numbers of an index exactly
         is_exact = form.has_index or (is_whole and any("." in field for field in fields))
         try:
             with warnings.catch_warnings():
-                # NumPy 1 reads 1.5 as 1, and says so
+                # NumPy 1 reads 1.5 as the integer 1, with a warning
                 warnings.filterwarnings("error", ".*integer via a float", DeprecationWarning)
                 found = np.loadtxt(
                     rest,
@@ -75,7 +76,7 @@ class Text(Part):
                     quotechar='"',
                     ndmin=2,
                 )
-        except UserError:  # of the lines that it was given
+        except UserError:  # from reading the lines
             raise
         except (ValueError, OverflowError, DeprecationWarning) as error:
             raise self._wrong(lines, expected) from error
@@ -91,11 +92,11 @@ class Text(Part):
         return np.ascontiguousarray(found, dtype)
 
     def _words(self, count: int | None) -> np.ndarray:
-        """A line without a delimiter is one word, unless it holds numbers with blanks between."""
+        """Return the words; a line without a delimiter is one, unless it holds several numbers."""
         form, rows = self.form, list(self._lines())
         held = [row for row in rows if row[0].strip()]
         sizes = (count, count + 1) if count is not None else ()
-        has_comments = bool(rows) and rows[0][1] > 1  # or a label that looks like one
+        has_comments = bool(rows) and rows[0][1] > 1  # or a label like a comment
         if len(held) not in sizes and len(rows) in sizes and not has_comments:
             held = rows  # an empty line is a node, too
         empty = next((line for text, line in rows if not text.strip()), 0)
@@ -122,7 +123,7 @@ class Text(Part):
         if form.is_header and numbers_of(words[1:]).dtype.kind != "U":
             has_header = True
         if has_header and numbers_of(np.array(form.header)).dtype.kind == "U":
-            self.form = form._replace(is_header=True)  # also of names that begin like numbers
+            self.form = form._replace(is_header=True)  # its names may begin like numbers
         words = words[has_header:]
         self._numbers_of_lines = [line for _, line in held[has_header:]]
         if form.has_index:
@@ -162,12 +163,16 @@ class Text(Part):
         )
 
     def _rows(self, *, after_header: bool) -> Iterator[tuple[str, int]]:
-        """The lines that hold something, with their numbers."""
+        """Return the lines that are not empty, with their numbers."""
         held = ((text, line) for text, line in self._lines() if text.strip())
         return islice(held, int(after_header), None)
 
     def _lines(self) -> Iterator[tuple[str, int]]:
-        """The lines but for comments, which are above the first row, with their numbers."""
+        """Yield the lines with their numbers, without the comments above the first row.
+
+        Raises:
+            UserError: a later line begins like a comment.
+        """
         has_begun = False
         for text, line in self._every_line():
             if text.lstrip()[:1] != "#":
@@ -189,20 +194,20 @@ class Text(Part):
         except (OSError, ZlibError) as error:
             raise UserError(f"{self.path}: cannot be read: {first_line(error)}") from error
 
-    def _wrong(self, lines: "_Followed", expected: str) -> UserError:
+    def _wrong(self, lines: "_Lines", expected: str) -> UserError:
         text = lines.text.strip()
-        text = text if len(text) <= _SEEN else f"{text[:_SEEN]}…"
+        text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return UserError(f"{self.path}, line {lines.line}: expected {expected}, got {text!r}")
 
 
-class _Followed:
-    """Iterator over lines that knows the last one, which is the wrong one if NumPy fails."""
+class _Lines:
+    """Iterator over lines that keeps the last one, which is the wrong one if NumPy fails."""
 
     def __init__(self, texts: Iterator[tuple[str, int]]) -> None:
         self._texts = texts
         self.line, self.text = 0, ""
 
-    def __iter__(self) -> "_Followed":
+    def __iter__(self) -> "_Lines":
         return self
 
     def __next__(self) -> str:
@@ -211,14 +216,14 @@ class _Followed:
 
 
 def _fields(line: str, delimiter: str | None) -> list[str]:
-    """The words between delimiters, without quotes."""
+    """Return the words between delimiters, without quotes."""
     if delimiter is None:
         return [field.strip('"') for field in line.split()]
     return [field.strip() for field in next(csv.reader([line.strip("\r\n")], delimiter=delimiter))]
 
 
 def _is_value(word: str) -> bool:
-    """Return whether a word looks like a number, True or False, which no header contains."""
+    """Return whether a word begins like a number or is True or False, and thus no header."""
     return bool(re.match(r"[+-]?(\.?\d|(nan|inf)$)", word, re.IGNORECASE)) or _is_truth(word)
 
 

@@ -9,10 +9,10 @@ from attnkit.core.operators.sparse import ranges
 class AbsentPairs:
     """The ordered pairs of different nodes that no edge joins; `len` counts them.
 
-    A pair (i, j) has the number i · nodes + j. Ordered by it, the absent pairs have places from 0
-    on, so that a random place gives a pair, every one with the same probability, and no draw has
-    to be repeated, however dense the graph is. PyG's `negative_sampling` draws from the same pairs,
-    but from generators of the process, and tries again.
+    A pair (i, j) has the number i · nodes + j, and absent pairs have places from 0 on in this
+    order. A random place thus gives every pair with the same probability, and no draw has to be
+    repeated, however dense the graph is. PyG's `negative_sampling` draws from the same pairs, but
+    with the process's generators, and repeats draws.
 
     Args:
         edge_index: [2, edges], source in row 0, target in row 1; both directions for an undirected
@@ -25,27 +25,27 @@ class AbsentPairs:
         nodes = torch.arange(num_nodes)
         source, target = edge_index.long()
         self.present = torch.cat([source * num_nodes + target, nodes * (num_nodes + 1)]).unique()
-        """The numbers of all other pairs, sorted; a node with itself is one of them."""
-        self._before = self.present - torch.arange(len(self.present))  # absent ones before each
+        """Sorted numbers of all other pairs: edges, and each node with itself."""
+        self._before = self.present - torch.arange(len(self.present))  # absent pairs before each
         rows = torch.arange(num_nodes + 1) * num_nodes
-        self._starts = rows - torch.searchsorted(self.present, rows)  # places, by the source
+        self._starts = rows - torch.searchsorted(self.present, rows)  # first place of each source
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def at(self, places: Tensor) -> Tensor:
-        """The pairs [2, …] at these places, int64 from 0 to `len` − 1."""
+        """Return the pairs [2, …] at places, int64 from 0 to `len` − 1."""
         numbers = places + torch.searchsorted(self._before, places, right=True)
         return torch.stack([numbers // self.num_nodes, numbers % self.num_nodes])
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Random pairs [2, count]; one may come twice."""
+        """Return random pairs [2, count], drawn with replacement."""
         return self.at(torch.randint(len(self), (count,), generator=generator))
 
     def draw_from(self, sources: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """Random pairs [2, sources, count] that start at these nodes; one may come twice.
+        """Return random pairs [2, sources, count] that start at these nodes, with replacement.
 
-        Of a node that is joined to all others they start anywhere.
+        For a node that is joined to all others, the pairs start at any node.
         """
         first, last = self._starts[sources], self._starts[sources + 1]
         joined_to_all = first == last

@@ -32,22 +32,21 @@ SPLITTING = (
 class Links:
     """Settings of link prediction: the argument `links` of a `GraphDataModule`.
 
-    A share of the edges is held out by PyG's `RandomLinkSplit`, an undirected edge with both of its
-    directions. What is known of the graph, and carries messages, is in training and validation the
-    other edges, in the test those and the edges of validation, and in a prediction every edge.
-    Self-loops are left out, and of edges that are given twice the first counts. Labels and splits
-    of the nodes are not read.
+    PyG's `RandomLinkSplit` holds out a share of the edges, an undirected edge in both directions.
+    In training and validation, the other edges are known and carry messages; in the test, these and
+    the edges of validation; in a prediction, all edges. Self-loops are left out, and the first of
+    repeated edges counts. Labels and splits of the nodes are not read.
 
-    Where the data bring their own `link_splits`, nothing else is held out: the edges of the graph
-    are those to train on, and they alone carry messages, in the test and in a prediction, too. An
-    edge of val and test is then ranked among the pairs that are given for it.
+    If the data has its own `link_splits`, nothing else is held out: the edges of the graph are for
+    training, and only they carry messages, also in the test and in a prediction. An edge of val or
+    test is then ranked among the pairs that are given for it, if any are.
 
-    A step of training has the whole graph and `batch_size` edges of it, which carry no messages in
-    that step, as the edges that are held out do not; and for each `num_negatives` pairs of nodes
-    that are joined in no split. These are drawn by the seed, the epoch and the edges of the batch.
-    Validation and test have one batch, in which each edge, an undirected one from both of its ends,
-    comes with one such pair, and to be ranked among them with `num_ranked` that have the same
-    source; these are the same each time.
+    A step of training has the whole graph and `batch_size` of its edges, which carry no messages in
+    that step, just as held-out edges; and `num_negatives` pairs for each of these edges that are
+    joined in no split, drawn by the seed, the epoch and the edges of the batch. (With `link_splits`
+    they are pairs that are no training edges.) Validation and test have one batch. Each edge in it,
+    an undirected one from both of its ends, comes with one absent pair, and with `num_ranked`
+    absent pairs of the same source to be ranked among; these are the same each time.
 
     Args:
         val_fraction, test_fraction: shares of the edges.
@@ -77,28 +76,29 @@ class Links:
         self.top_k = top_k
 
     def check(self, data: Any) -> None:
-        """ValueError if a data module has settings that are for its nodes."""
+        """Raise a `ValueError` if a data module has settings for the prediction of nodes."""
         if data.batch_size is None:
             raise ValueError("batch_size: with links: expected the edges of a step, got None")
         only = {"target": "classes", "split": 0, "positions": None, "num_neighbors": [10, 10]}
         only |= {"evaluation": None, "sampler": "attnkit"}
-        if wrong := _other_than(data, only):
+        if wrong := _first_other(data, only):
             raise ValueError(wrong)
 
     def check_splits(self, data: Any) -> None:
         """Raise a `UserError` for settings without effect.
 
-        These are splits of nodes in the data module, and fractions if the data has its own splits.
+        These are splits of nodes in the data module; and, if the data has its own splits, fractions
+        and, if it has pairs to rank all edges among, `num_ranked`.
         """
         names = [name for name in SPLITTING if name != "split_name" or not data.link_splits]
-        if wrong := _other_than(data, _defaults(type(data), names)):
+        if wrong := _first_other(data, _defaults(type(data), names)):
             raise UserError(f"data.{wrong}")
         if not data.link_splits:
             return
         names = ["val_fraction", "test_fraction"]
         if all(held.absent is not None for held in data.link_splits.values()):
             names.append("num_ranked")
-        if wrong := _other_than(self, _defaults(Links, names), "the data bring their own splits,"):
+        if wrong := _first_other(self, _defaults(Links, names), "the data has its own splits,"):
             raise UserError(f"data.links.{wrong}")
 
 
@@ -107,10 +107,10 @@ def _defaults(cls: type, names: Sequence[str]) -> dict[str, Any]:
     return {name: given[name].default for name in names if name in given}
 
 
-def _other_than(
+def _first_other(
     data: Any, only: dict[str, Any], why: str = "it is for the nodes of a graph, with links"
 ) -> str | None:
-    """Return an error text for the first setting with another value."""
+    """Return an error text for the first setting with another value than in `only`, or None."""
     for name, value in only.items():
         if (given := getattr(data, name)) != value:
             return f"{name}: {why} expected {value}, got {given}"
@@ -127,7 +127,7 @@ class LinkSets:
         given: the edges of "val" and "test", if the data has them; otherwise they are drawn.
 
     Raises:
-        UserError: no edges, a pair of nodes is absent nowhere, or what is given is of other nodes.
+        UserError: all nodes are joined to each other, or `given` has other splits or nodes.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class LinkSets:
         self.num_nodes = len(self.x)
         self.known = _once(graph, self.num_nodes)
         edge_index: Any = self.known.edge_index
-        # whatever its directions carry: where one is held out, the other must not say so
+        # without the edges' attributes: if one direction is held out, the other must not reveal it
         self.directed = not is_undirected(edge_index, num_nodes=self.num_nodes)
         self.given = given or {}
         if self.given and self.given.keys() != {"val", "test"}:
@@ -163,11 +163,15 @@ class LinkSets:
         """Return for each split the edges that carry messages and those to predict.
 
         They are `edge_index` and `edge_label_index`; the latter has one direction of an undirected
-        edge. In training, `edge_index` holds the edges in that order, followed by their reverses.
+        edge. In training, `edge_index` holds the edges in the order of `edge_label_index`, followed
+        by their reverses in an undirected graph.
+
+        Raises:
+            UserError: a fraction holds out no edge.
         """
         splits = self._given_splits() if self.given else self._random_splits()
         numbers = self._numbers(self.known.edge_index)
-        for part in splits.values():  # each direction with what it carries
+        for part in splits.values():  # add the attributes of each direction
             places = torch.searchsorted(numbers, self._numbers(part.edge_index))
             part.update({name: self.known[name][places] for name in CARRIED if name in self.known})
         return splits
@@ -176,8 +180,8 @@ class LinkSets:
         known: Any = self.known.edge_index
         pairs = known if self.directed else known[:, known[0] < known[1]]
         messages = pairs if self.directed else torch.cat([pairs, pairs.flip(0)], dim=1)
-        asked = {"train": pairs, **{split: one.pairs for split, one in self.given.items()}}
-        return {split: Data(edge_index=messages, edge_label_index=asked[split]) for split in SPLITS}
+        edges = {"train": pairs, **{split: one.pairs for split, one in self.given.items()}}
+        return {split: Data(edge_index=messages, edge_label_index=edges[split]) for split in SPLITS}
 
     def _random_splits(self) -> dict[str, Data]:
         fractions = {"val": self.links.val_fraction, "test": self.links.test_fraction}
@@ -185,7 +189,7 @@ class LinkSets:
         for name, fraction in fractions.items():
             if not int(fraction * count):
                 raise UserError(
-                    f"data.links.{name}_fraction: expected an edge at least, got {fraction} of "
+                    f"data.links.{name}_fraction: expected at least one edge, got {fraction} of "
                     f"{count} edges"
                 )
         split = RandomLinkSplit(
@@ -199,7 +203,7 @@ class LinkSets:
             return dict(zip(SPLITS, split(self.known), strict=True))
 
     def _numbers(self, edge_index: Any) -> Tensor:
-        """A number of each edge, ordered as the known edges are."""
+        """Return a number of each edge, in whose order the known edges are sorted."""
         return edge_index[0] * self.num_nodes + edge_index[1]
 
     def items(self, split: str, batch_size: int) -> "LinkItems":
@@ -221,7 +225,14 @@ class LinkSets:
         return items
 
     def tested(self, module: Any, node_keys: Tensor) -> "LinkItems":
-        """The edges to test; not those that the module was trained on, of another split."""
+        """Return the data set of the test without edges that the module was trained on.
+
+        A module that was trained with another split may know some of the test edges; a warning
+        counts them.
+
+        Raises:
+            UserError: the module was trained on all edges.
+        """
         items = RankedLinks(self.splits["test"], self, "test")
         if not isinstance(module, KnowsItsTraining):
             return items
@@ -246,12 +257,12 @@ class LinkSets:
         return items
 
     def training_keys(self, node_keys: Tensor) -> Tensor:
-        """Keys of the edges of train and val; see `KnowsItsTraining`."""
+        """Return keys of the edges of train and val; see `KnowsItsTraining`."""
         pairs = [self.splits[name].edge_label_index for name in ("train", "val")]
         return self.keys(node_keys, torch.cat(pairs, dim=1))
 
     def keys(self, node_keys: Tensor, pairs: Tensor) -> Tensor:
-        """A key of each pair by those of its nodes; of an undirected graph in any order."""
+        """Return a key of each pair by those of its nodes, in any order if undirected."""
         source, target = node_keys[pairs]
         return source + target * (3 if self.directed else 1)
 
@@ -292,7 +303,7 @@ class LinkItems(BatchItems):
         self.known = {name: known[name] for name in ("edge_index", *CARRIED) if name in known}
         self.pairs: Tensor = known.get("edge_label_index", torch.empty((2, 0), dtype=torch.long))
         self.chosen = torch.arange(self.pairs.shape[1])
-        """Which of the pairs there are."""
+        """Positions of the pairs that are items."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -303,7 +314,7 @@ class TrainLinks(LinkItems):
 
     def __init__(self, known: Data, sets: LinkSets) -> None:
         super().__init__(known, sets)
-        # of given splits nothing of val and test may be known, not even that they are edges
+        # Given splits must not be known in training: their edges may occur as negatives, too.
         edges = self.known["edge_index"]
         self.absent = AbsentPairs(edges, sets.num_nodes) if sets.given else sets.absent
 
@@ -342,7 +353,7 @@ class RankedLinks(LinkItems):
             self.negatives = absent if absent.ndim == 2 else absent[:, :, 0]
         self.ranked = absent
         self._owner = torch.arange(self.negatives.shape[1]) % self.pairs.shape[1]
-        """With which of the pairs each negative comes, so that it counts in one process."""
+        """Position of the pair that each negative comes with, so that it counts in one process."""
 
     def __getitems__(self, numbers: Sequence[int]) -> Data:
         places = self.chosen[torch.as_tensor(numbers)]
@@ -372,7 +383,7 @@ class EveryPair(LinkItems):
 
 
 def _once(graph: Data, num_nodes: int) -> Data:
-    """The edges of a graph without self-loops and repeats, and what they carry; sorted."""
+    """Return the sorted edges of a graph without self-loops and repeats, with attributes."""
     source, target = graph.edge_index.long()
     numbers, order = (source * num_nodes + target).sort(stable=True)
     is_new = numbers.diff(prepend=numbers.new_full((1,), -1)) != 0

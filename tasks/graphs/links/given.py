@@ -54,15 +54,15 @@ class HeldOut(NamedTuple):
 
 
 def read_ogb(path: Path) -> HeldOut:
-    """`valid.pt` or `test.pt` of a link set of OGB.
+    """Read `valid.pt` or `test.pt` of a link set of OGB.
 
-    It holds a dictionary of arrays: `edge` [edges, 2] and `edge_neg` [absent, 2], which each edge
-    is ranked among; or `source_node` [edges], `target_node` [edges] and `target_node_neg`
-    [edges, k], the targets that a source is not joined to. What else there is, as `weight` and
-    `year`, is not read.
+    The file holds a dictionary of arrays: `edge` [edges, 2] and `edge_neg` [absent, 2], among which
+    each edge is ranked; or `source_node` [edges], `target_node` [edges] and `target_node_neg`
+    [edges, k], targets that a source is not joined to. Other arrays, such as `weight` and `year`,
+    are not read.
 
     Raises:
-        UserError: it holds something else.
+        UserError: the file does not hold these arrays.
     """
     found = load_saved(path)
     known: dict[str, Any] = found if isinstance(found, dict) else {}

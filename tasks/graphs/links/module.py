@@ -17,33 +17,34 @@ from attnkit.lightning.protocols import Explained
 from attnkit.tasks.graphs.links.absent import present_from
 from attnkit.tasks.graphs.module import beside, check_channels, check_edges, check_readout
 
-PAIRS = 2**18  # scored at a time
+PAIRS = 2**18  # pairs scored at a time
 
 
 class LinkPrediction(ValuesModule):
     """Predicts whether an edge joins two nodes: binary cross-entropy over edges and absent pairs.
 
-    A batch is one that a `GraphDataModule` with `links` gives (see `Links`). The logit of a pair is
-    the inner product of what the model returns of its nodes, z_i · z_j + bias (Kipf and Welling,
-    Variational Graph Auto-Encoders, 2016; without the bias), which does not depend on their order.
-    In a directed graph the first half of the channels of the source is multiplied by the second
-    half of the target. A model with `readout="edge"` gives the logit itself; of an undirected graph
-    it is the mean over both orders.
+    A batch is one of a `GraphDataModule` with `links` (see `Links`). The logit of a pair is the
+    inner product of the model's outputs for its nodes, z_i · z_j + bias (Kipf and Welling,
+    Variational Graph Auto-Encoders, 2016, without the bias), which does not depend on their order.
+    In a directed graph, the first half of the source's channels is multiplied by the second half of
+    the target's. A model with `readout="edge"` returns the logit itself; in an undirected graph the
+    mean over both orders is taken.
 
-    Logged of validation and test: `loss`, `accuracy`, `auroc` and `average_precision` of the edges
-    and as many absent pairs, or those that the data bring; and of the rank of each edge among
-    `num_ranked` pairs with the same source, or among those that the data bring, `mrr`, the mean of
-    1 / rank, and `hits1`, …, the share with at most that rank. Pairs with equal logits rank before
-    the edge, as in Hits@K of OGB's evaluator (Hu et al., 2020); its MRR ranks half of them so.
+    Validation and test log `loss`, `accuracy`, `auroc` and `average_precision` of the edges and as
+    many absent pairs, or those of the data. They also log metrics of the rank of each edge among
+    `num_ranked` pairs with the same source, or among those of the data: `mrr`, the mean of
+    1 / rank, and `hits1`, …, the share of edges with at most that rank. Pairs with equal logits
+    rank before the edge, as in Hits@K of OGB's evaluator (Hu et al., 2020); its MRR ranks half of
+    them so.
 
     Args:
         model: (x [nodes, in_channels], edge_index [2, edges]) to [nodes, channels]; may take
-            `edge_attr` and `edge_weight`; or one with `readout="edge"`, whose argument `pairs`
-            [2, pairs] gives [pairs, 1]; a module, or its configuration (see `TaskModule`).
+            `edge_attr` and `edge_weight`; or one with `readout="edge"`, which also takes `pairs`
+            [2, pairs] and returns [pairs, 1]; a module, or its configuration (see `TaskModule`).
         optimizer, scheduler, finetune: see `TaskModule`.
-        directed: whether an edge from i to j says nothing of one from j to i.
-        hits_at: the ranks of `hits…`.
-        in_channels: features of a node; data with others is then refused.
+        directed: whether edges from i to j and from j to i are different.
+        hits_at: the ranks k of the metrics `hits<k>`.
+        in_channels: number of features of a node; if given, data with another number is refused.
     """
 
     level = "link"
@@ -65,7 +66,7 @@ class LinkPrediction(ValuesModule):
         for number in hits_at:
             at_least(1, hits_at=number)
         for name in ("target", "num_outputs", "class_names"):
-            del self.hparams[name]  # they are no arguments of this class, which is built from them
+            del self.hparams[name]  # hparams rebuild this class, which has no such arguments
         self.directed = directed
         self.in_channels = in_channels
         self.bias = nn.Parameter(torch.zeros(()))
@@ -85,7 +86,7 @@ class LinkPrediction(ValuesModule):
             check_edges(self.model, graph)
 
     def scores_of(self, batch: Data) -> Callable[[Tensor], Tensor]:
-        """A function of pairs of nodes [2, …] to their logits […], in the graph of a batch.
+        """Return a function from pairs of nodes [2, …] to their logits […] in the graph of a batch.
 
         Raises:
             UserError: the model does not return a row for each node, or pair.
@@ -96,9 +97,9 @@ class LinkPrediction(ValuesModule):
             def of_pairs(pairs: Tensor) -> Tensor:
                 flat = pairs.flatten(1)
                 both = [flat] if self.directed else [flat, flat.flip(0)]
-                asked = torch.cat(both, dim=1)
-                found = self(batch.x, batch.edge_index, pairs=asked, **given)
-                self._check(found, [asked.shape[1], 1], "one logit for each pair")
+                ordered = torch.cat(both, dim=1)
+                found = self(batch.x, batch.edge_index, pairs=ordered, **given)
+                self._check(found, [ordered.shape[1], 1], "one logit for each pair")
                 return found.view(len(both), -1).mean(dim=0).view(pairs.shape[1:]) + self.bias
 
             return of_pairs
@@ -147,10 +148,10 @@ class LinkPrediction(ValuesModule):
         return {"pairs": pairs, "probability": outputs[:, 0].sigmoid(), "is_edge": truth[:, 0]}
 
     def _rank(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
-        """Count a batch in the metrics of a stage; outputs and truth of edges and absent pairs."""
-        asked = [batch.pairs, batch.negatives, batch.ranked.flatten(1)]
-        scores = self.scores_of(batch)(torch.cat(asked, dim=1)).float()
-        edges, negatives, others = scores.split([pairs.shape[1] for pairs in asked])
+        """Update the metrics of a stage; return outputs and truth of edges and absent pairs."""
+        parts = [batch.pairs, batch.negatives, batch.ranked.flatten(1)]
+        scores = self.scores_of(batch)(torch.cat(parts, dim=1)).float()
+        edges, negatives, others = scores.split([part.shape[1] for part in parts])
         outputs, truth = _labelled(torch.cat([edges, negatives]), len(edges))
         ranks = ranks_of(edges, others.view(batch.ranked.shape[1:]))
         for name, module in (self.val_metrics if stage == "val" else self.test_metrics).items():
@@ -169,7 +170,7 @@ class LinkPrediction(ValuesModule):
         return {name: known[name] for name in ("accuracy", "auroc", "average_precision")}
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """Return the `top_k` absent pairs of each node with the largest probability.
+        """Return the `top_k` absent pairs of each node with the largest probability, as columns.
 
         The numbers of nodes are followed by their names if the data module has `node_names`. All
         pairs of nodes are scored, in blocks.
@@ -210,17 +211,20 @@ class LogitOfPairs(nn.Module):
 
 
 def _labelled(scores: Tensor, num_edges: int) -> tuple[Tensor, Tensor]:
-    """Scores of edges and then of absent pairs as outputs [pairs, 1], and their truth."""
+    """Return scores of edges, then of absent pairs, as outputs [pairs, 1], and their truth."""
     truth = torch.zeros_like(scores, dtype=torch.float32)
     truth[:num_edges] = 1
     return scores[:, None], truth[:, None]
 
 
 def ranks_of(edges: Tensor, others: Tensor) -> Tensor:
-    """The rank of the score of each edge, [n], from 1 on, among others: [n, k] of its own, or [m]
-    that are the same for all.
+    """Return the rank of the score of each edge, [n], from 1 on, among other scores.
 
-    An edge comes after others with its score, and last where its score is NaN.
+    An edge comes after others with the same score, and last if its score is NaN.
+
+    Args:
+        edges: scores of edges, [n].
+        others: [n, k], others for each edge, or [m], the same for all edges.
     """
     edges = edges.masked_fill(edges.isnan(), -torch.inf)
     others = others.masked_fill(others.isnan(), torch.inf)

@@ -25,14 +25,15 @@ from attnkit.tasks.graphs.nodes.parts import GraphPart, sampled_field
 class Nodes(OfGraphs):
     """Base class of all modules that predict nodes.
 
-    A batch is a `torch_geometric.data.Data` with x, edge_index and y. The loss and the metrics of a
-    stage are of the nodes in its `train_mask`, `val_mask` or `test_mask`; of a sampled sub-graph
-    (one with a `batch_size`, as PyG's `NeighborLoader` and our `NeighborBatches` give), of its
-    first `batch_size` nodes; of a batch of many graphs (`GraphsDataModule`), of all whose y is
-    known. What the edges of the data carry, `edge_attr` [edges, channels] and `edge_weight`
-    [edges], goes to a model that takes it, by these names, and of what it does not take a line says
-    so. Nothing is computed but what the outputs of a stage's nodes depend on
-    (`attnkit.layers.ReceptiveField`), where the model says in `num_hops` how far that is.
+    A batch is a `torch_geometric.data.Data` with x, edge_index and y. Loss and metrics of a stage
+    count the nodes in its `train_mask`, `val_mask` or `test_mask`; in a sampled sub-graph (with a
+    `batch_size`, as from PyG's `NeighborLoader` and our `NeighborBatches`) the first `batch_size`
+    nodes; in a batch of many graphs (`GraphsDataModule`) all nodes whose y is known.
+
+    A model with the arguments `edge_attr` [edges, channels] and `edge_weight` [edges] is given
+    these attributes of the edges; a warning names those that it does not read. If the model has
+    `num_hops`, only what the outputs of a stage's nodes depend on is computed
+    (`attnkit.layers.ReceptiveField`).
     """
 
     level = "node"
@@ -76,9 +77,12 @@ class Nodes(OfGraphs):
         )
 
     def logits(self, batch: Data) -> Tensor:
-        """The outputs for all nodes of a batch, [nodes, num_outputs]: logits, or numbers in the
-        units of the data. If the model takes `attnkit.Edges` and the batch is the whole graph, its
-        edges are sorted only once. A batch of `Layers` reads all neighbours, layer by layer."""
+        """Return the outputs of all nodes of a batch, [nodes, num_outputs].
+
+        They are logits, or numbers in the units of the data. If the model takes `attnkit.Edges` and
+        the batch is the whole graph, its edges are sorted only once. For a batch of `Layers`, all
+        neighbours are read, layer by layer.
+        """
         if "whole" in batch:
             hops: Any = self.model.hops
             whole = batch.whole
@@ -92,7 +96,7 @@ class Nodes(OfGraphs):
             given["batch"] = batch.batch  # so that global attention stays in each graph
         if not getattr(self.model, "takes_edges", False):
             return self(batch.x, edge_index, **given)
-        # here and not in the model, which may be compiled
+        # sorted here and not in the model, which may be compiled
         edges = remembered_edges(edge_index, batch.num_nodes, batch.num_nodes)
         return self(batch.x, edges, **given)
 
@@ -101,9 +105,9 @@ class Nodes(OfGraphs):
         """Return predictions of the nodes of a graph, or of a sampled sub-graph's seeds.
 
         Returns:
-            columns by name: `node`, its number, for many graphs preceded by `graph` (the number is
-            then that in its graph); then for a class `label`, `probability` and for up to 1,000
-            classes `p(<class>)`; for labels `p(<label>)`; or each number under its name.
+            columns by name: `node`, the number of a node; for many graphs `graph` precedes it, and
+            the number is that within the graph. For classes `label`, `probability` and, for up to
+            1,000 of them, `p(<class>)` follow; for labels `p(<label>)`; or each number by its name.
         """
         outputs = self.logits(batch)
         seeds = slice(batch.batch_size if "batch_size" in batch else None)
@@ -115,15 +119,20 @@ class Nodes(OfGraphs):
         return {**found, **self.columns(outputs[seeds])}
 
     def explained(self, batch: Data) -> Explained:
-        """Return the inputs of `attnkit.explain`: this module, features and edges.
+        """Return the inputs of `attnkit.explain`: the model, features and edges.
+
+        For labels and numbers the model is this module, with outputs in the units of the data.
 
         Raises:
-            UserError: the batch is a sampled sub-graph.
+            UserError: the batch is a sampled sub-graph or has many graphs, or the model reads
+                positions or attributes of edges.
         """
         if "batch_size" in batch:
             raise UserError("run=explain: nodes need the whole graph: data.batch_size=null")
         if "number" in batch:
-            raise UserError("run=explain: the nodes of many graphs are not explained, those of one")
+            raise UserError(
+                "run=explain: the nodes of many graphs are not explained; expected one graph"
+            )
         if read := ", ".join(beside(self.model, batch)):
             raise UserError(f"run=explain: a model that reads {read} is not explained")
         has_classes = "classes" in self.targets
@@ -137,7 +146,10 @@ class Nodes(OfGraphs):
         )
 
     def test_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
-        """Return `node` (the number), `label` and `predicted` of the nodes that count."""
+        """Return `node` (numbers), `label` and `predicted` (classes or outputs).
+
+        They are those of the nodes that count.
+        """
         outputs, truth = self._of_stage("test", batch)
         self.evaluate("test", outputs, truth)
         if "batch_size" in batch:
@@ -148,11 +160,11 @@ class Nodes(OfGraphs):
         return {"node": nodes, "label": truth, "predicted": predicted}
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """Return what `classify` returns, with the names of nodes or of their graphs."""
+        """Return the columns of `classify`, with names of nodes or of their graphs, if known."""
         return self.named(self.classify(batch))
 
     def _of_stage(self, stage: str, batch: Data) -> tuple[Tensor, Tensor]:
-        """Outputs and truth of the nodes that count."""
+        """Return outputs and truth of the nodes that count."""
         num_hops: Any = getattr(self.model, "num_hops", None)
         if "batch_size" in batch:
             seeds = slice(batch.batch_size)
@@ -182,9 +194,9 @@ def _counted(stage: str, batch: Data) -> Tensor:
 class NodeClassification(LearnsClasses, Nodes):
     """Predicts one class per node: cross-entropy, accuracy, ROC-AUC of two classes, class scores.
 
-    `Nodes` says what a batch is, and which of its nodes count. It logs the metrics of
-    `ClassificationModule`, and for two classes `val/auroc` and `test/auroc`, the exact area under
-    the ROC curve of the second class's probability.
+    `Nodes` describes a batch, and which of its nodes count. The module logs, tests and shows what
+    `ClassificationModule` does, and for two classes `val/auroc` and `test/auroc`, the exact area
+    under the ROC curve of the second class's probability.
 
     Args:
         model: (x [nodes, in_channels], edge_index [2, edges]) to logits [nodes, num_classes]; may
@@ -193,7 +205,7 @@ class NodeClassification(LearnsClasses, Nodes):
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables; "0", "1", … unless given.
-        in_channels: features of a node; data with others is then refused.
+        in_channels: number of features of a node; if given, data with another number is refused.
         class_weights: see `ClassificationModule`.
     """
 
@@ -207,7 +219,7 @@ class NodeClassification(LearnsClasses, Nodes):
 class NodeValues(LearnsValues, Nodes):
     """Predicts several labels or numbers of each node: see `ValuesModule`.
 
-    `Nodes` says what a batch is, and which of its nodes count.
+    `Nodes` describes a batch, and which of its nodes count.
 
     Args:
         model: as for `NodeClassification`, with output [nodes, num_outputs].
@@ -215,7 +227,7 @@ class NodeValues(LearnsValues, Nodes):
         target: "labels" or "numbers".
         num_outputs: number of labels or numbers of a node.
         class_names: names of the outputs, for tables; "0", "1", … unless given.
-        in_channels: features of a node; data with others is then refused.
+        in_channels: number of features of a node; if given, data with another number is refused.
     """
 
 

@@ -12,11 +12,11 @@ from torch_geometric.data import Data
 from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.receptive_field import ReceptiveField
 
-MOST = 0.8  # of the edges, from which a part of the graph is not worth a copy of its features
+MOST = 0.8  # share of the edges above which a part of the graph is not worth a copy of its features
 
 
 def sampled_field(batch: Data, num_hops: int | None) -> ReceptiveField | None:
-    """Return the receptive field of a sub-graph's seeds, if it has the sizes of its hops."""
+    """Return the receptive field of a sub-graph's seeds; None without the sizes of all hops."""
     sizes, counts = batch.get("num_sampled_nodes"), batch.get("num_sampled_edges")
     if not sizes or not counts or len(counts) != num_hops:
         return None
@@ -33,7 +33,7 @@ def sampled_field(batch: Data, num_hops: int | None) -> ReceptiveField | None:
 
 @dataclass(frozen=True, eq=False)
 class GraphPart:
-    """The part of a graph that a stage's logits depend on; without a field if it is most of it."""
+    """The part of a graph that a stage's logits depend on; `field` is None if it is nearly all."""
 
     graph: Data
     x: Tensor

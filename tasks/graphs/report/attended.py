@@ -21,10 +21,13 @@ from attnkit.tasks.graphs.layerwise import sub_graphs
 
 
 class Looked(NamedTuple):
-    """Edges that targets looked at most, in one layer, sorted by target, largest weight first.
+    """The edges with the most attention of each target, in one layer and head.
 
-    layer: its name. head: its number, or "mean". target, source: int64 [edges], nodes, or −1 − v of
-        the virtual node v of a model.
+    They are sorted by target, the largest weight first.
+
+    layer: the name of the layer.
+    head: the number of the head, or "mean".
+    target, source: int64 [edges], numbers of nodes; −1 − v is virtual node v of the model.
     weight: [edges].
     """
 
@@ -39,12 +42,12 @@ class NodePredictions(Callback):
     """Callback that writes `attention.csv` in a prediction: the edges with the most attention.
 
     A row is an edge: `node`, `layer` and `head` ("mean" over the heads, or a number from 0),
-    `source`, where the edge comes from, and `weight`, its share of the node's attention before
-    dropout, the largest first; behind the numbers of the nodes stand `name` and `source_name`, if
-    the data module has `node_names`. A self-loop that a layer adds is an edge from the node itself;
-    nodes that a model adds are "virtual 0" and on. Attention to all nodes is left out. Of a sampled
-    sub-graph the edges into its seeds are meant, those of the neighbours that were drawn: the
-    weights are shares among these.
+    `source`, the node that the edge comes from, and `weight`, its share of the node's attention
+    before dropout, the largest first. If the data module has `node_names`, `name` follows `node`
+    and `source_name` follows `source`. A self-loop that a layer adds is an edge from the node
+    itself; nodes that a model adds are "virtual 0", "virtual 1", …. Attention to all nodes is left
+    out. For a sampled sub-graph, the rows are edges into its seeds, and the weights are shares
+    among the neighbours that were drawn.
 
     Args:
         folder: created if it does not exist.
@@ -54,7 +57,8 @@ class NodePredictions(Callback):
 
     Raises:
         ValueError: an argument out of range.
-        UserError: the model has no attention along edges that can be recorded.
+        UserError: in a prediction, if the model has no attention along edges that can be recorded,
+            or the data has many graphs.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class NodePredictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        # every process has the whole graph
+        # every process has the whole graph; the first one writes it
         is_repeated = isinstance(trainer.predict_dataloaders, FullGraph)
         if not self.attention or (is_repeated and not trainer.is_global_zero):
             return
@@ -111,7 +115,7 @@ class NodePredictions(Callback):
 
 
 def gathered(trainer: Trainer, found: list[Any]) -> list[Any]:
-    """Return the results of all processes, in their order."""
+    """Return the items of all processes as one list, in the order of the processes."""
     if trainer.world_size == 1:
         return found
     parts: list[Any] = [None] * trainer.world_size
@@ -120,9 +124,10 @@ def gathered(trainer: Trainer, found: list[Any]) -> list[Any]:
 
 
 def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) -> list[Looked]:
-    """The edges of a batch that each of its nodes, of a sub-graph each seed, looked at most.
+    """Return the `top_k` edges with the most attention of each node, or each seed of a sub-graph.
 
-    A UserError where the attention of the model cannot be seen.
+    Raises:
+        UserError: the attention of the model cannot be recorded.
     """
     found: list[Looked] = []
     times: dict[str, int] = {}
@@ -160,8 +165,10 @@ def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) ->
 
 
 def largest_of_each(target: Tensor, weight: Tensor, top_k: int) -> Tensor:
-    """The places of the edges that are among the `top_k` with the largest weights into their
-    target: by target, and of one target the largest first, equal ones in their order."""
+    """Return the positions of the `top_k` edges with the largest weights into each target.
+
+    They are sorted by target, then by weight, the largest first; equal weights keep their order.
+    """
     order = weight.argsort(descending=True, stable=True)
     order = order[target[order].argsort(stable=True)]
     sorted_target = target[order]
@@ -170,7 +177,7 @@ def largest_of_each(target: Tensor, weight: Tensor, top_k: int) -> Tensor:
 
 
 def _rows(looked: list[Looked], names: list[str] | None) -> Iterator[list[Any]]:
-    """Return rows sorted by node, layer, head and weight."""
+    """Yield rows of the table: by node, then in the order of layers, heads and weights."""
     kinds = list(dict.fromkeys((one.layer, one.head) for one in looked))
     kind_of = {kind: place for place, kind in enumerate(kinds)}
     target, source, weight = (

@@ -36,15 +36,15 @@ class NodeReport(Callback):
     """Callback that writes, after a test of nodes, where the model errs and how it attends.
 
     - `accuracy_by_neighbourhood.csv` and `.png`: accuracy of the test nodes by the number of their
-      neighbours and by the share of these with the node's label, in the whole graph, also where
-      batches are sampled (`GroupScore` says the columns)
+      neighbours and by the share of these with the node's label, in the whole graph even if
+      batches are sampled (for the columns see `GroupScore`); only for classes
     - `attention_entropy.csv` and `.png`: a row for each head of each layer: `entropy`, over that of
       uniform attention (1: uniform, 0: all on one neighbour), `uniform`, the distance from 1/degree
-      (see `attnkit.Diagnosis`), and the entropy by the number of edges. Of the first batch: of
-      the whole graph, or of the first sampled sub-graph with the neighbours that were drawn. Of
-      global attention 128 nodes are drawn. A model without attention leaves none.
+      (see `attnkit.Diagnosis`), and the entropy by the number of edges. The rows describe the first
+      batch: the whole graph, or the first sampled sub-graph with the neighbours that were drawn.
+      Global attention is measured for 128 random nodes. A model without attention has no such file.
 
-    Costs one forward of the first batch. The first process writes.
+    It costs one forward of the first batch. Only the first process writes.
 
     Args:
         folder: created if it does not exist.
@@ -83,7 +83,7 @@ class NodeReport(Callback):
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found: list[GroupScore] = []
         if self._scores is not None and self._scores.update_called:
-            found = self._scores.compute()  # a sum over the processes
+            found = self._scores.compute()  # sums over the processes
         if not trainer.is_global_zero:
             return
         if found:
@@ -121,8 +121,10 @@ class NodeReport(Callback):
 
 
 def entropies(module: nn.Module, batch: Data) -> list[dict[str, Any]]:
-    """A row of `attnkit.diagnose_attention` for each head, of what costs little; none where the
-    model has no attention that can be seen."""
+    """Return a row of `attnkit.diagnose_attention` for each head, without its costly measures.
+
+    There are no rows if the model has no attention that can be recorded.
+    """
     model = cast(nn.Module, module.model)
     recorder = Recorder(Sampling(compared=0, pairs=0))
     try:
@@ -131,7 +133,7 @@ def entropies(module: nn.Module, batch: Data) -> list[dict[str, Any]]:
     except ValueError as error:
         if not str(error).startswith("model: "):
             raise
-        say("attention: none that can be seen, so no attention_entropy.csv")
+        say("attention: the model has none that can be recorded, so no attention_entropy.csv")
         return []
     return recorder.rows
 

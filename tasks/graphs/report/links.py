@@ -18,19 +18,18 @@ from attnkit.lightning.files import write_csv
 from attnkit.tasks.graphs.report.attended import gathered
 from attnkit.tasks.graphs.report.pictures import BLUE, RED, plain
 
-_POINTS = 1000  # of the curve, which is as exact as the picture
+_POINTS = 1000  # points of the drawn curve; more would not be visible
 
 
 class LinkReport(Callback):
     """Callback that writes, after a test of a `LinkPrediction`, the scores of pairs.
 
-    - `scored_pairs.csv`: of the edges that are tested, and of the pairs without an edge that they
-      are told from, the most and the least probable: `source`, `target`, behind these `source_name`
-      and `target_name`, if the data module has `node_names`, `is_edge`, 1 or 0, and `probability`.
-      A pair of an undirected graph is there once.
-    - `link_scores.png`: how probable edges and the other pairs are, and precision over recall.
+    - `scored_pairs.csv`: the most and the least probable of the tested edges and of the absent
+      pairs: `source`, `target`, then `source_name` and `target_name` if the data module has
+      `node_names`, `is_edge` (1 or 0) and `probability`. A pair of an undirected graph occurs once.
+    - `link_scores.png`: the probabilities of edges and absent pairs, and precision over recall.
 
-    The first process writes.
+    Only the first process writes.
 
     Args:
         folder: created if it does not exist.
@@ -80,7 +79,10 @@ class LinkReport(Callback):
 def extremes(
     pairs: Tensor, probability: Tensor, is_edge: Tensor, count: int
 ) -> Iterator[tuple[list[int], int, float]]:
-    """Return the most and the least probable edges and other pairs, each pair once."""
+    """Yield the `count` most and least probable edges, then other pairs; each pair once.
+
+    An item is a pair, 1 for an edge or 0, and the probability.
+    """
     for kind in (1, 0):
         numbers = (is_edge == kind).nonzero().flatten().numpy()
         first = np.unique(pairs[:, numbers].numpy(), axis=1, return_index=True)[1]

@@ -16,9 +16,9 @@ NONE = "none"
 class GroupScore(NamedTuple):
     """Accuracy in a group of nodes.
 
-    `by` is "degree" or "homophily", `group` which of them ("3–4", "0.2–0.4", or "none" without a
-    labelled neighbour), `largest_class` the share of the group's largest class, which a model that
-    always names that class would have.
+    `by` is "degree" or "homophily"; `group` is a range ("3–4", "0.2–0.4"), or "none" for nodes
+    without a labelled neighbour; `largest_class` is the share of the group's largest class, which
+    is the accuracy of a model that always predicts it.
     """
 
     by: str
@@ -36,11 +36,11 @@ def in_degrees(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 
 def label_homophily(edge_index: Tensor, y: Tensor) -> Tensor:
-    """The share of each node's neighbours with its label, float [nodes]; NaN where it has none.
+    """Return the share of each node's neighbours with its label, float [nodes].
 
-    A neighbour is where an edge into the node comes from, itself left out, and has a label: of 0 or
-    more. (Pei et al., Geom-GCN, 2020, whose mean over the nodes is PyG's
-    `homophily(…, method="node")`.)
+    Neighbours are the sources of edges into a node, other than the node itself, that have a label
+    (0 or more). A node without any gets NaN. Source: Pei et al., Geom-GCN, 2020; their mean over
+    the nodes is PyG's `homophily(…, method="node")`.
     """
     source, target = edge_index
     counts = (source != target) & (y[source] >= 0)
@@ -84,7 +84,7 @@ class NeighbourhoodScores(Metric):
             self.right.index_add_(0, groups, right.long())
 
     def compute(self) -> list[GroupScore]:
-        """A row for each group that has nodes."""
+        """Return a row for each group that has nodes."""
         rows = []
         for (by, group), labels, right in zip(
             _groups(), self.labels.tolist(), self.right.tolist(), strict=True
@@ -95,7 +95,7 @@ class NeighbourhoodScores(Metric):
 
 
 def _groups() -> Iterator[tuple[str, str]]:
-    """Return the criterion and the name of each group."""
+    """Yield the criterion and the name of each group."""
     for number in range(_DEGREES):
         if number < 3:
             yield "degree", str(number)

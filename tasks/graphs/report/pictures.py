@@ -20,8 +20,11 @@ _MOST_NAMES = 24
 
 
 def draw_groups(scores: Sequence[GroupScore]) -> Figure:
-    """Accuracy by degree and by homophily: bars with 95 % intervals (Wilson), the numbers of nodes
-    above them, and the share of each group's largest class."""
+    """Draw accuracy by degree and by homophily.
+
+    Bars have 95 % intervals (Wilson) and the number of nodes above them; lines show the share of
+    each group's largest class.
+    """
     parts = {by: [score for score in scores if score.by == by] for by in _TITLES}
     widths = [max(4, len(part)) for part in parts.values()]
     figure = empty_figure(0.72 * sum(widths) + 1.6, 3.6)
@@ -62,7 +65,9 @@ def draw_groups(scores: Sequence[GroupScore]) -> Figure:
 
 
 def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the normalised entropy of each head by layer, and by degree; 1 is uniform attention.
+    """Draw the normalised entropy of each head by layer, and of each layer by degree.
+
+    1 is uniform attention.
 
     Args:
         rows: result of `attnkit.diagnose_attention`: a mapping for each head, layer by layer.
@@ -111,13 +116,13 @@ def draw_entropies(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def layer_of(row: Mapping[str, Any]) -> str:
-    """Return the name of a layer in tables and pictures, with a number if it ran repeatedly."""
+    """Return the name of a layer in tables and pictures, with a number from its second call on."""
     name = row["layer"] or "(model)"
     return f"{name} #{row['call'] + 1}" if row["call"] else name
 
 
 def degrees_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The groups of degrees that any row knows, ascending."""
+    """Return the groups of degrees that occur in any row, ascending."""
     found = {degree for row in rows for degree in row.get("entropy_by_degree") or ()}
     return sorted(found, key=lambda degree: int(degree.partition("–")[0]))
 
@@ -128,7 +133,7 @@ def _mean(values: Any) -> float | None:
 
 
 def _interval(score: GroupScore, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson, 1927)."""
+    """Return the 95 % interval of the accuracy (Wilson, 1927)."""
     n, p = score.nodes, score.accuracy
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)

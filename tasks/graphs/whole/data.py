@@ -25,14 +25,14 @@ from attnkit.tasks.tokens import token_loader
 
 
 class GraphsDataModule(DescribedGraphs):
-    """Data module of many graphs with targets of graphs or nodes; a subclass reads it in `load()`.
+    """Base class of data modules of many graphs; a subclass reads them in `load()`.
 
     A batch is a `torch_geometric.data.Data` of several graphs without edges between them: `x`,
-    `edge_index`, maybe `edge_attr` and `edge_weight`, and `y`, `batch`, `ptr` and `number` as
-    `Graphs.batch` says. Prediction covers every graph.
+    `edge_index`, if given `edge_attr` and `edge_weight`, and `y`, `batch`, `ptr` and `number` as
+    in `Graphs.batch`. Prediction covers every graph.
 
     Args:
-        level: what has a target `y`: "graph" or "node". With "node", a model is trained on the
+        level: what has a target in `y`, "graph" or "node". With "node", a model is trained on the
             nodes of some graphs and tested on those of others.
         target: the kind of `y`: "classes", an integer; "labels", several values 0 or 1; or
             "numbers". For labels and numbers, NaN is unknown and does not count.
@@ -89,12 +89,15 @@ class GraphsDataModule(DescribedGraphs):
 
     @abstractmethod
     def load(self) -> Iterable[Data]:
-        """The graphs: each with x [nodes, channels], edge_index [2, edges] and y, of a class or of
-        as many labels or numbers, of nodes [nodes] or [nodes, outputs]; maybe edge_attr [edges,
-        channels] and edge_weight [edges].
+        """Return the graphs, each with x [nodes, channels], edge_index [2, edges] and y.
 
-        May set `class_names`, of the classes, labels or numbers, `graph_names`, one of each graph,
-        and `given_splits`. To predict (`self.predicts`), y and splits are not read and may lack.
+        y is one class, or the same number of labels or numbers in all graphs; for targets of nodes
+        it is [nodes] or [nodes, outputs]. edge_attr [edges, channels] and edge_weight [edges] are
+        optional.
+
+        The method may set `class_names` (of the classes, labels or numbers), `graph_names` (one for
+        each graph) and `given_splits`. In a prediction (`self.predicts`), y and splits are not read
+        and may be missing.
         """
 
     def place_of(self, graph: int) -> str:
@@ -102,7 +105,7 @@ class GraphsDataModule(DescribedGraphs):
         return f"data: graph {graph}"
 
     def setup(self, stage: str | None = None) -> None:
-        """Load the graphs and split them, once; to predict, targets and splits do not count."""
+        """Load the graphs and split them, once; a prediction ignores targets and splits."""
         if self._stored is not None and (stage == "predict" or not self.predicts):
             return
         self.predicts = stage == "predict"
@@ -123,7 +126,7 @@ class GraphsDataModule(DescribedGraphs):
         self.name_outputs()
 
     def _splits(self, graphs: Graphs) -> dict[str, Tensor]:
-        """The numbers of the graphs of each split, whose targets are as they must be."""
+        """Return the numbers of the graphs of each split, after checks of splits and targets."""
         known = graphs.has_target
         what = {"classes": "class", "labels": "label", "numbers": "number"}[self.target]
         if not known.any():
@@ -155,7 +158,9 @@ class GraphsDataModule(DescribedGraphs):
                     f"got {int(part.min())} to {int(part.max())}"
                 )
             if len(unknown := part[~known[part]]):
-                raise UserError(f"{self.place_of(int(unknown[0]))}: it is of {name}, has no {what}")
+                raise UserError(
+                    f"{self.place_of(int(unknown[0]))}: it is in {name}, but has no {what}"
+                )
         for one, other in combinations(splits, 2):
             if len(both := splits[one][torch.isin(splits[one], splits[other])]):
                 rank_zero_warn(
@@ -179,7 +184,7 @@ class GraphsDataModule(DescribedGraphs):
 
     @property
     def train_labels(self) -> Tensor:
-        """The targets of the graphs to train on, or of their nodes, where they are known."""
+        """Known targets of the training graphs, or of their nodes."""
         y = self.graphs.targets(self.sets["train"].numbers)
         return y[has_target(y)]
 
@@ -232,15 +237,14 @@ class GraphsDataModule(DescribedGraphs):
                 )
             if not has_edges[number]:
                 raise UserError(
-                    f"explain.graphs: graph {number} has no edges, which are what is explained; "
-                    "leave it out"
+                    f"explain.graphs: graph {number} has no edges to explain; leave it out"
                 )
         if numbers is not None:
             return self.graphs.batch(torch.tensor(list(numbers))), ""
         test = self.sets["test"].numbers
         some = test[has_edges[test]]
         if not len(some):
-            raise UserError("data: no graph of test has edges, which are what is explained")
+            raise UserError("data: no graph of test has edges to explain")
         places, how = list(range(min(count, len(some)))), "the first ones"
         if self.target == "classes":
             places, how = by_turns(self.graphs.y[some].tolist(), count), "from each class in turn"

@@ -1,4 +1,4 @@
-"""The default graphs: the inked pixels of scikit-learn's digits; needs no network."""
+"""The default data of many graphs: the inked pixels of scikit-learn's digits; no download."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,19 +16,19 @@ class DigitGridsData(GraphsDataModule):
     """scikit-learn's 1,797 handwritten digits, each a graph of its inked pixels.
 
     A node is a pixel with ink, with 17 features: its ink from 0 to 1, its row and its column, each
-    one-hot. Edges join it with those of its eight neighbours that have ink, in both directions. So
-    the graphs differ in size and shape. Source of the digits: UCI (Alpaydin and Kaynak, 1998), the
-    part scikit-learn ships.
+    one-hot. Edges join it with those of its eight neighbours that have ink, in both directions.
+    The graphs thus differ in size and shape. Source of the digits: UCI (Alpaydin and Kaynak, 1998),
+    the part in scikit-learn.
 
-    `target` chooses the prediction of a graph: "classes", the digit; "labels", see `digit_labels`;
-    "numbers", its ink and the columns from the first to the last pixel of at least half the ink,
-    both in pixels.
+    `target` chooses what is predicted of a graph: "classes", the digit; "labels", see
+    `digit_labels`; "numbers", its total ink, and its width, the number of columns from the first
+    to the last pixel with an ink of at least 0.5, both in pixels.
 
     The arguments are those of `GraphsDataModule`.
     """
 
     def load(self) -> Iterable[Data]:
-        from sklearn.datasets import load_digits  # half a second that other data need not wait
+        from sklearn.datasets import load_digits  # takes half a second, which other data saves
 
         images, digits = load_digits(return_X_y=True)
         ink = images.reshape(-1, SIDE, SIDE).astype(np.float32) / 16
@@ -42,20 +42,22 @@ class DigitGridsData(GraphsDataModule):
             numbers = np.stack([ink.sum(axis=(1, 2)), width], axis=1)
             y = torch.from_numpy(numbers.astype(np.float32))
         return [
-            Data(x=x.clone(), edge_index=edges.clone(), y=one)  # apart, for what saves one of them
+            Data(x=x.clone(), edge_index=edges.clone(), y=one)  # clones, as saving a view saves all
             for x, edges, one in zip(*_grids(ink), y, strict=True)
         ]
 
 
 def _grids(ink: np.ndarray) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Features and edges of the graphs of images [images, rows, columns], all at once."""
+    """Return features and edges of the graphs of images [images, rows, columns]."""
     image, rows, columns = ink.nonzero()
     nodes = np.bincount(image, minlength=len(ink))
     one_hot = np.eye(SIDE, dtype=np.float32)
     x = np.concatenate([ink[image, rows, columns, None], one_hot[rows], one_hot[columns]], axis=1)
 
-    target = np.arange(len(image)) - np.repeat(nodes.cumsum() - nodes, nodes)  # within its graph
-    numbers = np.full((len(ink), SIDE + 2, SIDE + 2), -1)  # of the nodes, with a border of none
+    target = np.arange(len(image)) - np.repeat(
+        nodes.cumsum() - nodes, nodes
+    )  # number within its graph
+    numbers = np.full((len(ink), SIDE + 2, SIDE + 2), -1)  # of nodes; −1: none, as at the border
     numbers[image, rows + 1, columns + 1] = target
     around = ((-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1))
     source = np.stack([numbers[image, rows + 1 + d, columns + 1 + r] for d, r in around])

@@ -20,24 +20,26 @@ from attnkit.tasks.graphs.whole.data import GraphsDataModule
 
 
 class GraphsFilesData(GraphsDataModule):
-    """Many graphs in your own files, one behind the other: the parts of `GraphFilesData`, of which
-    features, edges and what edges carry are of the nodes of all graphs, and
+    """Many graphs in your own files, one after the other.
+
+    The parts are those of `GraphFilesData`, in which features, edges and their attributes are those
+    of all graphs, and
 
     | part | what it is | other names |
     |---|---|---|
     | `graphs` | the graph of each node: 0 for those of the first, then 1, …; or a name | `batch` |
     | `labels` | a row for each graph, or with `level="node"` for each node: see below | `y` |
-    | `train`, `val`, `test` | graphs by number or name, or masks [graphs]; may lack | as there |
-    | `classes` | the names of the classes, labels or numbers; may lack | |
+    | `train`, `val`, `test` | graphs by number or name, or masks [graphs]; optional | as there |
+    | `classes` | the names of the classes, labels or numbers; optional | |
 
-    With `target="classes"` a label is a number from 0 on or a name; −1, nan or nothing: unknown.
-    With "labels" a row has several of 0 or 1 (or True and False), with "numbers" several numbers;
-    nan or nothing: unknown. The header of such a table names them.
+    With `target="classes"` a label is a number from 0 on or a name; −1, nan and empty cells are
+    unknown. With "labels" a row has several values 0 or 1 (or True and False), with "numbers"
+    several numbers; nan and empty cells are unknown. The header of such a table names them.
 
-    Nodes are numbered on through all graphs, and an edge joins two of one graph. Without train, val
-    and test the graphs are split by `seed`. To predict, labels and splits are not read. Names of
-    graphs are a column of predictions.csv. What the files have to be is said by `GraphFilesData`;
-    all is read into memory.
+    Nodes are numbered through all graphs, and an edge joins two nodes of one graph. Without train,
+    val and test the graphs are split by `seed`. In a prediction, labels and splits are not read.
+    Names of graphs are a column of predictions.csv. `GraphFilesData` describes the format of the
+    files; all of them are read into memory.
 
     Args:
         root: the folder or .npz.
@@ -92,7 +94,7 @@ class GraphsFilesData(GraphsDataModule):
         return f"{self._labels.place_of(graph)}: graph {graph}"
 
     def _read_targets(self, part: Part, names: list[str], owners: np.ndarray) -> list[Tensor]:
-        """y of each graph; `class_names` are set."""
+        """Return y of each graph, and set `class_names`."""
         if self.level == "graph":
             owners, part.item = np.arange(int(owners[-1]) + 1), "graph"
         rows, count = len(owners), int(owners[-1]) + 1
@@ -119,8 +121,7 @@ class GraphsFilesData(GraphsDataModule):
 
 
 def read_graphs(part: Part, count: int) -> tuple[np.ndarray, list[str] | None]:
-    """The graph of each of so many nodes, int64 [nodes], and the names of the graphs, if it holds
-    names.
+    """Return the graph of each of `count` nodes, int64 [nodes], and the names of graphs, or None.
 
     Raises:
         UserError: the nodes of a graph are not together, or the numbers are not 0, 1, 2, ….
@@ -158,5 +159,5 @@ def read_graphs(part: Part, count: int) -> tuple[np.ndarray, list[str] | None]:
 
 
 def _pieces(values: Tensor, owners: np.ndarray, count: int) -> list[Tensor]:
-    """The rows of each graph, which are in the order of the graphs."""
+    """Return the rows of each graph; `values` are in the order of the graphs."""
     return list(values.split(np.bincount(owners, minlength=count).tolist()))

@@ -27,15 +27,15 @@ from attnkit.tasks.loaders import BatchItems
 class Graphs:
     """Graphs stored in sequence: the nodes of graph i are x[node_starts[i]:node_starts[i + 1]].
 
-    x: [nodes, channels], of all graphs.
+    x: [nodes, channels], the features of the nodes of all graphs.
     edge_index: int64 [2, edges], source in row 0, as numbers of the nodes of all graphs; the edges
         of a graph are together, in the order of the graphs.
     node_starts, edge_starts: int64 [graphs + 1].
-    y: int64 [graphs], a class of each, or float32 [graphs, outputs]; −1 and NaN: unknown. With
-        `of_nodes` likewise of each node, [nodes] or [nodes, outputs].
+    y: int64 [graphs], classes, or float32 [graphs, outputs]; −1 and NaN: unknown. With `of_nodes`
+        it has a row for each node, [nodes] or [nodes, outputs].
     edge_attr: float32 [edges, channels], or None.
     edge_weight: float32 [edges], or None.
-    of_nodes: whether y is of the nodes.
+    of_nodes: whether y is that of nodes, not of graphs.
     """
 
     x: Tensor
@@ -59,10 +59,10 @@ class Graphs:
         """Return the storage of graphs with x, edge_index, y and optional attributes of edges.
 
         Args:
-            graphs: `torch_geometric.data.Data` each; without y what it is to learn is unknown.
-            target: what y is: a class, or a row of labels or of numbers; None: it is not read.
-            place_of: where a graph comes from, for a message.
-            of_nodes: whether y is of each node, not of the graph.
+            graphs: objects `torch_geometric.data.Data`; the target of one without y is unknown.
+            target: the kind of y; None: it is not read.
+            place_of: returns where a graph comes from, for messages.
+            of_nodes: whether y is that of nodes, not of graphs.
 
         Raises:
             UserError: a graph is malformed; the message names the first one.
@@ -104,12 +104,12 @@ class Graphs:
 
     @property
     def sizes(self) -> Tensor:
-        """How many nodes each graph has, int64 [graphs]."""
+        """Number of nodes of each graph, int64 [graphs]."""
         return self.node_starts.diff()
 
     @property
     def has_target(self) -> Tensor:
-        """Return which graphs have a known target, bool [graphs]."""
+        """Whether each graph has a known target, or a node with one, bool [graphs]."""
         known = has_target(self.y)
         if not self.of_nodes:
             return known
@@ -117,17 +117,18 @@ class Graphs:
         return torch.zeros(len(self)).index_add_(0, owners, known.float()) > 0
 
     def targets(self, numbers: Tensor) -> Tensor:
-        """y of these graphs, or of their nodes."""
+        """Return y of the graphs with these numbers, or of their nodes."""
         if not self.of_nodes:
             return self.y[numbers]
         return self.y[ranges(self.node_starts[numbers], self.sizes[numbers])]
 
     def batch(self, numbers: Tensor) -> Data:
-        """The graphs with these numbers as one graph without edges between them.
+        """Return the graphs with these numbers as one graph without edges between them.
 
         Returns:
-            x, edge_index, edge_attr and edge_weight, `y` of the graphs or nodes, `batch` [nodes],
-            the graph of each node, `ptr` [graphs + 1], where each begins, and `number` [graphs].
+            x, edge_index, edge_attr and edge_weight (if known), `y` of the graphs or nodes, `batch`
+            [nodes], the position of each node's graph, `ptr` [graphs + 1], the first node of each
+            graph, and `number` [graphs].
         """
         node_counts = self.node_starts.diff()[numbers]
         edge_counts = self.edge_starts.diff()[numbers]
@@ -150,12 +151,12 @@ class Graphs:
 
 
 class GraphItems(BatchItems):
-    """Some of the graphs, fetched by the batch.
+    """Data set of some of the graphs, fetched by the batch.
 
     Args:
-        graphs: all of them.
+        graphs: all graphs.
         numbers: int64 [graphs], the numbers of the graphs in this set.
-        batch_tokens: nodes in a batch, for `TokenSampler`; None: batches have a number of graphs.
+        batch_tokens: nodes in a batch, for `TokenSampler`; None: batches are counted in graphs.
     """
 
     def __init__(self, graphs: Graphs, numbers: Tensor, batch_tokens: int | None = None) -> None:
@@ -168,11 +169,11 @@ class GraphItems(BatchItems):
 
     @property
     def sizes(self) -> Tensor:
-        """How many nodes each graph has, int64 [graphs]."""
+        """Number of nodes of each graph, int64 [graphs]."""
         return self.graphs.sizes[self.numbers]
 
     def __getitems__(self, numbers: Sequence[int] | Sequence[list[int]]) -> Data:
-        """Return one batch of these graphs, or of a list of them from a `TokenSampler`."""
+        """Return one batch of the items with these numbers, or with those of a `TokenSampler`."""
         flat = torch.tensor(numbers, dtype=torch.int64).flatten()
         return self.graphs.batch(self.numbers[flat])
 
@@ -187,9 +188,12 @@ def joined_targets(
 
     Args:
         found: y of each graph; None: unknown.
-        target: what y is.
-        place_of: where a graph comes from, for a message.
-        sizes: the nodes of each, if y is of the nodes.
+        target: the kind of y.
+        place_of: returns where a graph comes from, for messages.
+        sizes: numbers of nodes of the graphs, if y is that of nodes.
+
+    Raises:
+        UserError: y of a graph is no such target.
     """
     rows: list[Tensor | None] = []
     width: int | None = None

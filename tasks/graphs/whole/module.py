@@ -16,9 +16,9 @@ from attnkit.tasks.graphs.module import OfGraphs, beside
 class WholeGraphs(OfGraphs):
     """Base class of all modules that predict whole graphs.
 
-    A batch is one of `GraphsDataModule`. The model is given the nodes and edges of all its graphs,
-    `batch`, the graph of each node, and returns a row for each graph: with attnkit's models
-    `readout="graph"`, whose global attention stays in each graph, without padding.
+    A batch is one of `GraphsDataModule`. The model is given the nodes and edges of all its graphs
+    and `batch`, the graph of each node, and returns a row for each graph. attnkit's models do so
+    with `readout="graph"`; their global attention stays in each graph, without padding.
     """
 
     level = "graph"
@@ -57,14 +57,17 @@ class WholeGraphs(OfGraphs):
         self.evaluate("test", *self._of_stage("test", batch))
 
     def predict_step(self, batch: Data, batch_idx: int) -> dict[str, list[Any]]:
-        """The number of each graph, its name, if it has one, and what `classify` says of it."""
+        """Return `graph` (numbers), `name` if graphs have names, and the columns of `classify`."""
         return self.named({"graph": batch.number.tolist(), **self.classify(batch)})
 
     @torch.no_grad()
     def classify(self, batch: Data) -> dict[str, list[Any]]:
-        """Columns of what is said of each graph of a batch: of a class `label`, `probability` and
-        of up to 1,000 classes `p(<class>)`; of labels `p(<label>)`; or each number by its name; see
-        `columns` of `LearnsClasses` and `LearnsValues`."""
+        """Return columns of predictions with a value for each graph of a batch.
+
+        For classes they are `label`, `probability` and, for up to 1,000 of them, `p(<class>)`; for
+        labels `p(<label>)`; or each number by its name. See `columns` of `LearnsClasses` and
+        `LearnsValues`.
+        """
         return self.columns(self.outputs(batch))
 
 
@@ -78,7 +81,7 @@ class GraphClassification(LearnsClasses, WholeGraphs):
         optimizer, scheduler, finetune: see `TaskModule`.
         num_classes: at least 2.
         class_names: for tables; "0", "1", … unless given.
-        in_channels: features of a node; data with others is then refused.
+        in_channels: number of features of a node; if given, data with another number is refused.
         class_weights: see `ClassificationModule`.
     """
 
@@ -109,5 +112,5 @@ class GraphValues(LearnsValues, WholeGraphs):
         target: "labels" or "numbers".
         num_outputs: number of labels or numbers of a graph.
         class_names: names of the outputs, for tables; "0", "1", … unless given.
-        in_channels: features of a node; data with others is then refused.
+        in_channels: number of features of a node; if given, data with another number is refused.
     """

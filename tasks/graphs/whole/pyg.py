@@ -17,19 +17,20 @@ class PyGGraphsData(GraphsDataModule):
     """The graphs of a class in `torch_geometric.datasets`, such as TUDataset or ZINC.
 
     Downloads go to `root`, or to the user's cache folder, as with `PyGData`, and a file that names
-    anything but numbers and containers is refused. A class that has an argument `split` (train,
-    val, test) is read with each; the graphs of others are split by `seed`.
+    anything but numbers and containers is refused. A class with an argument `split` that `options`
+    does not set is read for train, val and test; the graphs of others are split by `seed`.
 
     Args:
         name: the name of the class.
-        root: for classes that read or download files; None: a cache folder.
-        options: further arguments of the class; plain values.
+        root: the folder of a class that reads or downloads files; None: a cache folder.
+        options: further arguments of the class: texts, numbers, truth values or None.
 
     The other arguments are those of `GraphsDataModule`.
 
     Raises:
         ValueError: an unknown class, or arguments it does not take.
-        UserError: in `prepare_data` or `setup`, if the data cannot be read or are no such graphs.
+        UserError: in `prepare_data` or `setup`, if the data cannot be read, has one graph only, or
+            its graphs are not as described by `GraphsDataModule`.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class PyGGraphsData(GraphsDataModule):
         self._set = PyGSet(name, root, options)
 
     def prepare_data(self) -> None:
-        self._set.read()  # downloads, where that is needed
+        self._set.read()  # downloads the files if necessary
 
     def load(self) -> Iterable[Data]:
         if self._set.has_splits:
