@@ -243,8 +243,8 @@ def main(path):
     pixels = Maps(SpatialAttention(16, score="gaussian", residual="add"))
     channels = Maps(ChannelAttention(16, score="scaled_dot", residual="add"))
     figure, panels = plt.subplots(1, 4, figsize=(14, 4.4), layout="constrained")
-    how = "Four networks that learned to take noise from photographs. The stronger the colour, the more attention."
-    figure.supxlabel(how, fontsize=11)
+    learned = "Four networks that learned to take noise from photographs."
+    figure.supxlabel(f"{learned} The stronger the colour, the more attention.", fontsize=11)
     draw_patches(panels[0], learn(Patches(), some, 600), flower)
     draw_pixels(panels[1], learn(pixels, some, 900), china)
     draw_channels(panels[2], learn(channels, some, 600), china)
