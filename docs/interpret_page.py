@@ -105,6 +105,7 @@ def take_pictures(source, picture, dark):
             box = frame.bounding_box()
             frame.click(position={"x": 0.44 * box["width"], "y": 0.19 * box["height"]})
             page.wait_for_timeout(300)
+            section.evaluate("node => { node.style.padding = '16px'; }")
             section.screenshot(path=path)
         browser.close()
 
