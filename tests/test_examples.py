@@ -22,6 +22,20 @@ def test_own_score(example, capsys):
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]))
 
 
+def test_the_pictures_of_masks_and_edges_are_drawn_from_the_tables(repository, tmp_path):
+    """docs/doors.py reads docs/benchmarks.md, whose headings and rows may change."""
+    doors = runpy.run_path(str(repository / "docs" / "doors.py"))
+    for kind in ("masks", "edges"):
+        picture = tmp_path / f"{kind}.png"
+        doors[f"draw_{kind}"](picture)
+        with Image.open(picture) as drawn:
+            assert drawn.width > 400
+    masks = doors["rows_under"]("Masks", "| mask | blocks, 4,096 tokens")
+    assert all(0 < float(cell) < 1 for row in masks for cell in row[1:])
+    edges = doors["rows_under"]("Attention over edges", "| times as fast as PyG")
+    assert {len(row) for row in edges} == {5}
+
+
 @pytest.mark.slow
 def test_swap_attention(example, tmp_path, capsys):
     picture = tmp_path / "seen.png"

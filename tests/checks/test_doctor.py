@@ -422,6 +422,14 @@ def test_what_is_slow_is_asked_no_more_when_its_seconds_are_over():
     assert slow == {"attnkit flex", "torch flex"}
 
 
+def test_a_quick_run_bounds_what_is_slow(monkeypatch):
+    """With no seconds for it nothing is asked, and what is not slow has no bound."""
+    monkeypatch.setattr("attnkit.checks.doctor.run.SLOW_SECONDS", -1.0)
+    with pytest.raises(ValueError, match="torch flex cannot run here"):
+        attnkit.doctor(quick=True, only="torch flex", record=False)
+    assert attnkit.doctor(quick=True, only="torch sdpa (flash)", record=False)
+
+
 @pytest.mark.parametrize(
     ("raised", "wrong"), [("No available kernel. Aborting", 0), ("illegal memory access", 1)]
 )
