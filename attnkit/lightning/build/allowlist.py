@@ -52,7 +52,7 @@ KINDS = (
     "torch.optim.lr_scheduler.LRScheduler",
     "attnkit.lightning.export.export.Export",
     "attnkit.interpret.report.report.Report",
-    "attnkit.tasks.graphs.links.data.Links",
+    "attnkit.tasks.graphs.link_data.Links",
     "lightning.Callback",
     "lightning.LightningDataModule",
     "lightning.Trainer",
