@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.operators.dropout import dropout
+from attnkit.core.operators.cpu import dropout
 from attnkit.core.operators.sparse import linear, with_values
 
 
