@@ -12,9 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from attnkit.interop.carry import State, has_hooks, joined, loaded, refuse, state_of
 from attnkit.layers.graph.attention import GraphAttention
-from attnkit.layers.graph.han import HANAttention
-from attnkit.layers.graph.hgt import HGTAttention
 from attnkit.layers.graph.rgat import RGATAttention
+from attnkit.layers.graph.typed_attention import HANAttention, HGTAttention
 
 if TYPE_CHECKING:
     from torch_geometric.nn import GATConv, GATv2Conv, TransformerConv
