@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnkit.interop.carry import State, joined, refuse, state_of
-from attnkit.layers.graph.han import HANAttention
-from attnkit.layers.graph.hgt import HGTAttention
 from attnkit.layers.graph.rgat import RGATAttention
+from attnkit.layers.graph.typed_attention import HANAttention, HGTAttention
 
 if TYPE_CHECKING:
     from torch_geometric.nn import HANConv, HGTConv, RGATConv
