@@ -19,8 +19,8 @@ from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.graphs.base import SPLITS, DescribedGraphs, Target, check_training, has_target
 from attnkit.tasks.graphs.many_graphs import GraphItems, Graphs
 from attnkit.tasks.loaders import make_loader
-from attnkit.tasks.summary import class_lines, outputs_text, split_line
 from attnkit.tasks.tokens import token_loader
+from attnkit.tasks.summary import class_lines, outputs_text, split_line
 
 
 class GraphsDataModule(DescribedGraphs):

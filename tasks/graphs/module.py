@@ -14,12 +14,12 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 from attnkit.layers.graph.attention import GraphAttention
-from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.lightning import ClassificationModule, UserError
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.values import ValuesModule
+from attnkit.models.sgformer import GraphConvolution
 from attnkit.tasks.graphs.base import CARRIED
 
 

@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.sparse import chosen_rows, offsets, ranges
 from attnkit.lightning.errors import UserError
-from attnkit.models.hops import Hops
+from attnkit.models.graph_model import Hops
 from attnkit.tasks.graphs.base import CARRIED
 from attnkit.tasks.loaders import BatchItems
 
