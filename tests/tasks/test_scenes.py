@@ -20,16 +20,17 @@ from attnkit.tasks.captioning import (
     words_of,
     words_of_objects,
 )
-from attnkit.tasks.captioning.drawing import RGB, draw
 from attnkit.tasks.captioning.grammar import RELATION_OF
-from attnkit.tasks.captioning.scenes import (
+from attnkit.tasks.images.scenes import (
     COLOURS,
     CONTAINERS,
     DIGITS,
     KINDS,
     RELATIONS,
+    RGB,
     SIZES,
     TEXTURES,
+    draw,
 )
 
 compose = scenes_data.compose
