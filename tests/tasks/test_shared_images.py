@@ -28,8 +28,10 @@ def photos(tmp_path):
 def decoded(monkeypatch):
     """The files that this process has decoded."""
     paths = []
-    read = scan.read_file
-    monkeypatch.setattr(scan, "read_file", lambda path, *a: paths.append(path) or read(path, *a))
+    decode = scan.decode_files
+    monkeypatch.setattr(
+        scan, "decode_files", lambda files, *a, **o: paths.extend(files) or decode(files, *a, **o)
+    )
     return paths
 
 
