@@ -18,8 +18,7 @@ from attnkit.lightning.protocols import by_turns
 from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.graphs.base import SPLITS, DescribedGraphs, Target, check_training, has_target
 from attnkit.tasks.graphs.many_graphs import GraphItems, Graphs
-from attnkit.tasks.loaders import make_loader
-from attnkit.tasks.tokens import token_loader
+from attnkit.tasks.loaders import make_loader, token_loader
 from attnkit.tasks.summary import class_lines, outputs_text, split_line
 
 
