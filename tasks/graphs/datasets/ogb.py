@@ -200,11 +200,11 @@ def _load_saved(path: Path) -> Any:
         UserError: the file contains any other name, which the message gives, or is broken.
     """
     refuse_stand_in(path)
-    arrays: list[Any] = [np.dtype, np.ndarray, *{type(np.dtype(code)) for code in "?bhilqBHILQefd"}]
+    known: list[Any] = [np.dtype, np.ndarray, *{type(np.dtype(code)) for code in "?bhilqBHILQefd"}]
     reconstruct = np.empty(0).__reduce__()[0]  # whose module has two names
-    names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
+    known += [(reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
     try:
-        with torch.serialization.safe_globals([*arrays, *((reconstruct, name) for name in names)]):
+        with torch.serialization.safe_globals(known):
             saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
