@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from attnkit.layers.maps.spatial import SpatialAttention
     from attnkit.layers.tokens.nadaraya_watson import NadarayaWatson
     from attnkit.layers.tokens.pooling import AttentionPool
-    from attnkit.lightning.export.exported import load
+    from attnkit.lightning.exported import load
     from attnkit.models.captioning.captioner import Captioner
     from attnkit.models.captioning.generate import generate
     from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder

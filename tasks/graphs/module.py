@@ -13,7 +13,7 @@ from torch_geometric.nn import MessagePassing
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.lightning import UserError
-from attnkit.lightning.export.program import Program
+from attnkit.lightning.export import Program
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.tasks.graphs.checks import CARRIED
 

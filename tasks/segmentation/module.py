@@ -23,7 +23,7 @@ from attnkit.tasks.segmentation.sets import IGNORED, resized
 from attnkit.tasks.segmentation.windows import slide
 
 if TYPE_CHECKING:
-    from attnkit.lightning.export.program import Program
+    from attnkit.lightning.export import Program
 
 Logits = Annotated[Tensor, "batch classes height width"]
 Masks = Annotated[Tensor, "batch height width", int]
@@ -244,7 +244,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
     def programs(self) -> dict[str, "Program"]:
         """Return the program to export: `model` maps uint8 images of one size to logits of
         pixels."""
-        from attnkit.lightning.export.program import Program
+        from attnkit.lightning.export import Program
 
         high, wide = sides(self.image_size or 0)
         shape = (self.in_channels, high, wide)

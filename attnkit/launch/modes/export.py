@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from attnkit.launch import console
 from attnkit.launch.run import Run
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.export.export import Export
+from attnkit.lightning.export import Export
 
 
 def export(run: Run) -> dict[str, float]:

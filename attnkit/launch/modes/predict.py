@@ -7,8 +7,8 @@ from lightning import Callback
 from attnkit.launch import console
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.run import Run
-from attnkit.lightning.build.build import build
-from attnkit.lightning.callbacks.predictions import PredictionsFile
+from attnkit.lightning.build import build
+from attnkit.lightning.callbacks.results import PredictionsFile
 from attnkit.lightning.errors import UserError
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from attnkit.launch.config.permission import Consent
-from attnkit.lightning.build.build import find
+from attnkit.lightning.build import find
 from attnkit.lightning.errors import UserError
 
 CANARY = """\
