@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from attnkit.launch.measure import check as checking
 from lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.decide import Request, decide
-from attnkit.launch.measure import check as checking
-from attnkit.launch.measure.check import Stopwatch, check
+from attnkit.launch.modes.check import Stopwatch, check
 from attnkit.launch.run import Run
 from attnkit.layers import ReceptiveField
 from attnkit.tasks.graphs import DigitsGraphData

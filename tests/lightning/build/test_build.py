@@ -69,7 +69,7 @@ HOSTILE = [
     "lightning.fabric.utilities.cloud_io._load",
     "timm.models.load_checkpoint",
     "torchvision.datasets.utils.download_url",
-    "attnkit.lightning.build.build",
+    "attnkit.lightning.build",
     "attnkit.lightning.files.replacing",
 ]
 
