@@ -15,7 +15,7 @@ from torch_geometric.nn import MessagePassing
 
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.lightning import ClassificationModule, UserError
-from attnkit.lightning.export.program import Program
+from attnkit.lightning.export import Program
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.modules.values import ValuesModule
