@@ -8,7 +8,7 @@ from torch import nn
 import attnkit
 import attnkit.layers
 import attnkit.models
-from attnkit.core.lazy import homes
+from attnkit.core.names import homes
 from attnkit.finetune import LoRALinear
 from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.models.readout import GraphPool

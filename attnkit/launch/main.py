@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from attnkit import __version__
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.launch.errors import guarded
 from attnkit.launch.processes.torchrun import Launcher, launched
 from attnkit.lightning.errors import UserError

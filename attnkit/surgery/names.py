@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from attnkit import layers
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 
 FEATURE_ATTENTION: dict[str, Callable[..., nn.Module]] = {
     "se": layers.SqueezeExcitation,

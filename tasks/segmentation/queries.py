@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from attnkit.core.arguments import at_least
 from attnkit.core.masks.base import Mask, register
-from attnkit.core.positions.rotary import Rotary2d
+from attnkit.core.positions.relative import Rotary2d
 from attnkit.models.vit import ViT
 from attnkit.tasks.segmentation.heads import Features, Head, Logits
 

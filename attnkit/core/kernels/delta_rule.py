@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.arguments import at_least, floating
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs
+from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.kernels.base import Backend, dropout_reasons, empty_reasons
 from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size, size_of_chunk
 from attnkit.core.masks.sequences import Causal

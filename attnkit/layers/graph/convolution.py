@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
-from attnkit.core.projections import reset_linear
+from attnkit.core.multihead import reset_linear
 
 
 class GraphConvolution(nn.Module):

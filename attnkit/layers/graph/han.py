@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.projections import reset_linear
+from attnkit.core.multihead import reset_linear
 from attnkit.core.scores.additive import Additive
 from attnkit.layers.graph.heads import each_at_its_head
 from attnkit.layers.graph.typed_attention import Heads, TypedNodeAttention

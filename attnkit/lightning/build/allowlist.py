@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 
 # Modules with their submodules; their parents may only be passed through (`lightning.Trainer`).
 HOMES = (

@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.lightning.build import allowlist
 from attnkit.lightning.build.allowlist import FUNCTIONS, KINDS, PACKAGES
 from attnkit.lightning.errors import RunError, UserError, first_line

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import in_high_precision
+from attnkit.core.inputs import check_inputs, in_high_precision
 from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results, solve
 from attnkit.core.kernels.edges.scores import groups, new_gradients, sum_weights
