@@ -23,7 +23,6 @@ from attnkit.core.normalizers import NORMALIZERS, Normalizer
 from attnkit.core.operators.precision import EXACT
 from attnkit.core.scores.kinds import SCORES, Score
 
-
 _PLAIN_SCORE = ("scaled_dot", SCORES["scaled_dot"])
 _PLAIN_NORMALIZER = ("softmax", NORMALIZERS["softmax"])
 
