@@ -28,16 +28,14 @@ from attnkit.layers.graph.heads import (
 )
 from attnkit.layers.graph.inputs import (
     EdgeModule,
+    FillValue,
     Nodes,
     Size,
+    check_fill_value,
     check_graph,
+    looped_features,
     rows_of_edges,
     sources_and_targets,
-)
-from attnkit.layers.graph.self_loops import (
-    FillValue,
-    check_fill_value,
-    looped_features,
 )
 
 GraphScoreName = Literal[ScoreName, "gat", "gatv2"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnkit.core.scores.kinds import Cosine
-from attnkit.surgery.timm.kept import Forward, fused
+from attnkit.surgery.kept import Forward, fused
 
 Attend = Callable[..., Tensor]
 

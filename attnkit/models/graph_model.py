@@ -1,6 +1,7 @@
-"""Readouts of graph models: what the logits describe, which is nodes, graphs or pairs of nodes."""
+"""The base class of graph models: readouts of nodes, graphs or pairs, and networks in hops."""
 
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -10,7 +11,25 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.layers.graph.inputs import EdgeModule
 from attnkit.layers.graph.receptive_field import ReceptiveField
-from attnkit.layers.tokens.pooling import AttentionPool
+from attnkit.layers.pooling import AttentionPool
+
+
+class Hops(NamedTuple):
+    """The computation of a network, divided at its layers of attention.
+
+        x = before(x)
+        x = hop(x, edges)           for each hop
+        logits = after(x)
+
+    `before` and `after` treat each node alone, so that any part of a graph can be computed on its
+    own: for `Edges` with fewer targets than sources a hop returns the targets, which come first.
+    In a network that reads edge features, a hop takes them after the edges.
+    """
+
+    before: Callable[[Tensor], Tensor]
+    each: Sequence[Callable[..., Tensor]]
+    after: Callable[[Tensor], Tensor]
+
 
 ReadOut = Literal["node", "graph", "edge"]
 Pool = Literal["attention", "mean", "sum", "max"]

@@ -11,7 +11,7 @@ from attnkit.core.masks.base import Mask
 from attnkit.core.masks.sequences import Packed, Padding
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.scores.kinds import Score
-from attnkit.layers.tokens.block import Activation, make_mlp
+from attnkit.layers.transformer import Activation, make_mlp
 
 
 class AttentionPool(nn.Module):
