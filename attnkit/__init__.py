@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from attnkit.core.capture.logits import record_logits
     from attnkit.core.capture.watch import capture_attention
     from attnkit.core.kernels.choose import UnsupportedError, explain_backends
-    from attnkit.core.kernels.delta_rule import delta_rule
-    from attnkit.core.kernels.edges.weights import edge_weights
+    from attnkit.core.kernels.edges.edges import edge_weights
     from attnkit.core.kernels.hard import record_draws
+    from attnkit.core.kernels.linear import delta_rule
     from attnkit.core.kernels.record import record_backends
     from attnkit.core.masks.base import Dense
     from attnkit.core.masks.edges import EdgeFeatures, Edges

@@ -1,33 +1,56 @@
-"""Starts the ranks of a run, one process each, passes signals on, and leaves none behind.
+"""The ranks of a run: their start, one process each, and what each of them does.
 
-The command itself is not a rank. It starts the ranks on the written configuration and reports once
-which of them failed and how. (If Lightning starts them, rank 0 is the parent of the others, and is
-killed without a message when one of them dies.)
+The command itself is not a rank. It starts the ranks on the written configuration, passes signals
+on, leaves none behind, and reports once which of them failed and how. (If Lightning starts them,
+rank 0 is the parent of the others, and is killed without a message when one of them dies.) `main`
+runs in such a process; under torchrun or srun, `follow` runs in every process except rank 0.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from attnkit.launch.errors import CRASHED, WRONG_INPUT, OutOfMemory
-from attnkit.launch.processes.python import command_of
-from attnkit.launch.processes.torchrun import VARIABLES
-from attnkit.launch.signals import held_back
+from attnkit.launch import folder as folders
+from attnkit.launch.errors import (
+    CRASHED,
+    INTERRUPTED,
+    TRACEBACK,
+    WRONG_INPUT,
+    OutOfMemory,
+    fail,
+    is_peer_lost,
+    is_timeout,
+    summary,
+)
+from attnkit.launch.processes.process import (
+    command_of,
+    end_on_signals,
+    held_back,
+    ignore_signals,
+    raise_received,
+)
+from attnkit.launch.processes.torchrun import VARIABLES, Launcher, leave_group
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 from attnkit.lightning.resume.stop_signals import STOPPING, Once, handle, put_back
+
+if TYPE_CHECKING:
+    from attnkit.launch.run import Run
+
 
 GRACE = 3.0  # seconds that the other ranks have to end by themselves once a rank has failed
 PATIENCE = 10.0  # seconds that all ranks have to end after a second signal
@@ -63,7 +86,7 @@ class Report:
 
 
 def start(run: Mapping[str, Any], count: int) -> None:
-    """Start one_rank.py with these arguments, once for each rank, and wait until all have ended.
+    """Start `main` with these arguments, in a process for each rank, and wait until all have ended.
 
     Raises:
         UserError, RunError, OutOfMemory: the error of the rank that failed first.
@@ -101,7 +124,7 @@ class _Ranks:
         with held_back():
             self.processes = [
                 subprocess.Popen(
-                    command_of("attnkit.launch.processes.one_rank", given),
+                    command_of("attnkit.launch.processes.ranks", given),
                     env={**environment, "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -175,3 +198,125 @@ class _Ranks:
         if -code == signal.SIGKILL:
             text += "\n  the system kills processes that take too much memory"
         return Report(CRASHED, text)
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+_ENDING = 5.0  # seconds that rank 0 has to report how it ends after an error
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the rank that the environment names; the parent process reports its errors.
+
+    Args:
+        argv: what `start` has written, as one JSON text.
+    """
+    given = json.loads(argv[0])
+    end_with(given["parent"])
+    rank = int(os.environ["LOCAL_RANK"])
+    try:
+        end_on_signals()  # delivers a signal that was blocked until now
+        report = _run(rank, **given["run"])
+    except StoppedBySignal as error:  # before the run began, or again while it was ending
+        report = Report(error.code, signum=error.signum)
+    ignore_signals()
+    if report is None:
+        leave_group()
+        return 0
+    Path(given["report"], str(rank)).write_text(json.dumps(asdict(report)), "utf-8")
+    return report.code
+
+
+def follow(launcher: Launcher, command: Callable[[], int]) -> int:
+    """Check the command line, carry out the runs of rank 0, and end with its exit code.
+
+    Rank 0 reports errors; this rank reports only errors that it alone has.
+    """
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            report = _reported(command)
+        message = launcher.hear()
+        while report is None and "exit" not in message:
+            job = launcher.job
+            options = {"allow": job.allow, "path": job.paths, "alone": job.alone}
+            report = _run(launcher.rank, **message, **options)
+            if report is None or not report.is_own:
+                message = launcher.hear(math.inf if report is None else _ENDING)
+    except StoppedBySignal as error:
+        return error.code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if report is not None and "exit" not in message:
+        if report.text:
+            print(f"attnkit: rank {launcher.rank}: {report.text}", file=sys.stderr)
+        return report.code
+    if message["exit"] == 0:
+        leave_group()
+    return int(message["exit"])
+
+
+def end_with(parent: int) -> None:
+    """Watch the process that started this one; when it ends, end this one and its workers."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        os._exit(CRASHED)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _run(
+    rank: int, run_dir: str, log: str, alone: bool, allow: Sequence[str], path: Sequence[str]
+) -> Report | None:
+    """Carry out one run; return a report if it went wrong."""
+    runs: list[Run] = []
+
+    def run() -> None:
+        from attnkit.launch import console
+        from attnkit.launch.run import Run
+        from attnkit.lightning.build.build import allowing
+        from attnkit.lightning.resume.signals import fork_apart
+
+        fork_apart()
+        sys.path.extend(p for p in path if p not in sys.path)
+        console.quiet(rank)
+        with allowing(*allow):
+            config = folders.load_config(Path(run_dir))
+            with console.logging_to(Path(log), rank, own=bool(config.get("rank_logs"))):
+                runs.append(Run(config, alone=alone))
+                raise_received()
+                runs[0].carry_out()
+
+    report = _reported(run)
+    if report and runs and hasattr(runs[0], "trainer"):
+        report.step = runs[0].trainer.global_step
+    return report
+
+
+def _reported(run: Callable[[], object]) -> Report | None:
+    """Call a function; return a report of its error, or None."""
+    try:
+        try:
+            run()
+            return None
+        except Exception:
+            raise_received()
+            raise
+    except Exception as error:
+        code = WRONG_INPUT if isinstance(error, UserError) else CRASHED
+        if os.environ.get(TRACEBACK) == "1":
+            fail(error, code)
+        report = Report(code, summary(error))
+        if is_peer_lost(error):
+            report.why = "peer silent" if is_timeout(error) else "peer gone"
+        elif isinstance(error, OutOfMemory):
+            report.why = "no memory"
+        return report
+    except StoppedBySignal as error:
+        return Report(error.code, signum=error.signum)
+    except KeyboardInterrupt:
+        return Report(INTERRUPTED, signum=signal.SIGINT)

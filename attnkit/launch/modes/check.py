@@ -26,13 +26,13 @@ from rich.table import Table
 from attnkit.core.operators.multiply_adds import count_multiply_adds
 from attnkit.finetune.memory import memory_of_step, trained_layers
 from attnkit.finetune.record import finetuned
-from attnkit.launch import STARTED, several
+from attnkit.launch import STARTED
 from attnkit.launch import console as report
 from attnkit.launch import folder as folders
 from attnkit.launch.decide import Job, Request, decide
-from attnkit.launch.errors import OutOfMemory
-from attnkit.launch.measure.bench import step_of
+from attnkit.launch.errors import MOST_HALVINGS, OutOfMemory
 from attnkit.launch.modes import MODES
+from attnkit.launch.modes.bench import step_of
 from attnkit.launch.processes.torchrun import Launcher
 from attnkit.launch.run import Run
 from attnkit.launch.trainer import make_trainer
@@ -145,7 +145,7 @@ def _carry_out(config: dict[str, Any], folder: Path) -> tuple[Run, Stopwatch, li
         batch = (config.get("data") or {}).get("batch_size")
         raise RunError(
             f"out of memory with batches of {batch}\n  {error}\n"
-            f"  training would try again with half of it, at most {several.MOST} times"
+            f"  training would try again with half of it, at most {MOST_HALVINGS} times"
         ) from None
     return run, watches[0], unknown
 

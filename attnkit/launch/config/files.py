@@ -1,12 +1,14 @@
-"""Finds where a key of the configuration was written: on the command line, or file and line."""
+"""The files of configurations: their folders, the choices in them, and where a key is written.
+
+The help needs only the choices, so that YAML is imported where a file is read.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from attnkit.launch.command import dotted_key
+from attnkit.lightning.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Origins:
 
 def line_of(path: Path, keys: Iterable[str]) -> int | None:
     """Return the line of a key path in a YAML file."""
+    import yaml
+
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -82,3 +86,39 @@ def short(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+# --- folders and choices --------------------------------------------------------------------------
+
+
+CONFIG_NAME = "config"
+"""Name of the file conf/config.yaml, with which every composition begins."""
+
+
+def folders(config_dir: Path | None) -> list[Path]:
+    """Return attnkit's own conf/ and the user's folder.
+
+    Raises:
+        UserError: the user's folder does not exist, or would replace attnkit's configuration.
+    """
+    shipped = Path(__file__).resolve().parents[2] / "conf"
+    if config_dir is None:
+        return [shipped]
+    if not config_dir.is_dir():
+        raise UserError(f"--config-dir: no folder {config_dir}")
+    if (config_dir / f"{CONFIG_NAME}.yaml").exists():
+        raise UserError(
+            f"--config-dir: {config_dir}/{CONFIG_NAME}.yaml would replace attnkit's own\n"
+            "  give it another name, or put it into a folder such as task/"
+        )
+    return [shipped, config_dir]
+
+
+def groups(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """Return each group and its choices, sorted, over all folders."""
+    found: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in folder.glob("*/*.yaml"):
+            found.setdefault(path.parent.name, set()).add(path.stem)
+    found.pop("hydra", None)  # only the command line may set it
+    return {name: sorted(found[name]) for name in sorted(found)}

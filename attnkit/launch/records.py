@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from attnkit.launch.command import setting
+from attnkit.launch.config.files import Origins, Source, short
 from attnkit.launch.config.signatures import Signature, known
-from attnkit.launch.config.sources import Origins, Source, short
 from attnkit.launch.config.validate import check_arguments
 from attnkit.lightning.errors import UserError
 

@@ -21,10 +21,10 @@ from attnkit.launch.config.validate import check_arguments
 from attnkit.launch.decide import Job, Request, decide
 from attnkit.launch.errors import CRASHED, fail, summary
 from attnkit.launch.modes.rules import check_uses
+from attnkit.launch.processes.process import raise_received
 from attnkit.launch.processes.torchrun import Launcher
-from attnkit.launch.records.record import Figure, Record, grouped, read, verdict
+from attnkit.launch.records import Figure, Record, grouped, read, verdict
 from attnkit.launch.several import carry_out
-from attnkit.launch.signals import raise_received
 from attnkit.lightning.console import in_line, seconds
 from attnkit.lightning.errors import RunError, UserError
 from attnkit.lightning.files import absolute, write_csv, write_text
