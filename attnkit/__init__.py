@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from attnkit.layers.nadaraya_watson import NadarayaWatson
     from attnkit.layers.pooling import AttentionPool
     from attnkit.layers.spatial import ContextAttention, SpatialAttention
-    from attnkit.lightning.export.exported import load
+    from attnkit.lightning.exported import load
     from attnkit.models.captioning.captioner import Captioner
     from attnkit.models.captioning.generate import generate
     from attnkit.models.captioning.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder

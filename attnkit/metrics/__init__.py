@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from attnkit.metrics.bleu import BLEU
     from attnkit.metrics.captions import CaptionMetric
     from attnkit.metrics.cider import CIDEr, CIDErD
-    from attnkit.metrics.localisation import AttributionMass, PointingGame
+    from attnkit.metrics.maps import AttributionMass, PerturbationGap, PointingGame
     from attnkit.metrics.meteor import METEOR
-    from attnkit.metrics.perturbation import PerturbationGap
     from attnkit.metrics.rouge import ROUGEL
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -24,7 +24,7 @@ from attnkit.interpret.report.curves import patch_curves, patch_sentences
 from attnkit.interpret.report.findings import Judged, number
 from attnkit.interpret.report.page import Section, colour_bar, image_uri, map_uri, short
 from attnkit.lightning.protocols import Explained
-from attnkit.metrics.localisation import area, mass
+from attnkit.metrics.maps import area, mass
 
 
 class _Maps(NamedTuple):
