@@ -21,7 +21,7 @@ from attnkit.checks.report import DoctorReport, Fault, Row
 from attnkit.core.hidden import HIDING
 from attnkit.core.kernels import ledger
 from attnkit.core.kernels.ledger import Timed, kind_of, size_of
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.core.operators.precision import EXACT
 
 Progress = Callable[[float, str], None]

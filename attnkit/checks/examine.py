@@ -16,8 +16,7 @@ from attnkit.checks.attentions import Attention
 from attnkit.checks.cases import COMPARED, DEFINITION, HEAD, PRINTED, Case
 from attnkit.checks.report import Fault, Row, share
 from attnkit.checks.run import check_attention
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs
+from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.kernels import ledger
 
 COLUMNS = {

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.capture.calls import AttentionCall
-from attnkit.core.capture.layers import LayerChoice
-from attnkit.core.capture.watch import watch_attention
+from attnkit.core.capture.watch import LayerChoice, watch_attention
 from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import (
     Grid,
