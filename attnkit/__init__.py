@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from attnkit.core.capture.logits import record_logits
     from attnkit.core.capture.weights import capture_attention
     from attnkit.core.kernels.choose import UnsupportedError, explain_backends
-    from attnkit.core.kernels.delta_rule import delta_rule
-    from attnkit.core.kernels.edges.weights import edge_weights
+    from attnkit.core.kernels.edges.edges import edge_weights
     from attnkit.core.kernels.hard import record_draws
+    from attnkit.core.kernels.linear import delta_rule
     from attnkit.core.kernels.record import record_backends
     from attnkit.core.masks.base import Dense
     from attnkit.core.masks.edges import EdgeFeatures, Edges
@@ -54,34 +54,35 @@ if TYPE_CHECKING:
     from attnkit.interpret.trust.judge import trust
     from attnkit.interpret.trust.result import Trust
     from attnkit.launch.api import run, sweep
-    from attnkit.layers.gates.bam import BAM
-    from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
-    from attnkit.layers.gates.coordinate import CoordinateAttention
-    from attnkit.layers.gates.efficient_channel import EfficientChannelAttention
-    from attnkit.layers.gates.gate import Gate, capture_gates
-    from attnkit.layers.gates.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
-    from attnkit.layers.graph.attention import GraphAttention
-    from attnkit.layers.graph.han import HANAttention
-    from attnkit.layers.graph.hgt import HGTAttention
-    from attnkit.layers.graph.rgat import RGATAttention
-    from attnkit.layers.graph.typed_edges import TypedEdges
-    from attnkit.layers.maps.channel import (
+    from attnkit.layers.cbam import BAM, CBAM, CBAMChannelGate, CBAMSpatialGate
+    from attnkit.layers.channel import (
         ChannelAttention,
         CrossCovarianceAttention,
+        DualAttention,
         TransposedAttention,
     )
-    from attnkit.layers.maps.combined import Combined, GatedSum
-    from attnkit.layers.maps.context import ContextAttention
-    from attnkit.layers.maps.dual import DualAttention
-    from attnkit.layers.maps.spatial import SpatialAttention
-    from attnkit.layers.tokens.nadaraya_watson import NadarayaWatson
-    from attnkit.layers.tokens.pooling import AttentionPool
+    from attnkit.layers.gates import (
+        SCSE,
+        CoordinateAttention,
+        EfficientChannelAttention,
+        Gate,
+        SpatialExcitation,
+        SqueezeExcitation,
+        capture_gates,
+    )
+    from attnkit.layers.graph.attention import GraphAttention
+    from attnkit.layers.graph.rgat import RGATAttention
+    from attnkit.layers.graph.typed_attention import HANAttention, HGTAttention
+    from attnkit.layers.graph.typed_edges import TypedEdges
+    from attnkit.layers.maps import Combined, GatedSum
+    from attnkit.layers.nadaraya_watson import NadarayaWatson
+    from attnkit.layers.pooling import AttentionPool
+    from attnkit.layers.spatial import ContextAttention, SpatialAttention
     from attnkit.lightning.export.exported import load
     from attnkit.models.captioning.captioner import Captioner
     from attnkit.models.captioning.generate import generate
-    from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
     from attnkit.models.captioning.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
-    from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+    from attnkit.models.captioning.recurrent_decoder import HardRecurrentDecoder, RecurrentDecoder
     from attnkit.models.captioning.transformer_decoder import TransformerDecoder
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer

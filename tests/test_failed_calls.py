@@ -18,7 +18,7 @@ from attnkit import Additive, Causal, Dense, Edges, Hard, MultiHeadAttention, Pa
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.decode_step import attention_step, memory_step
 from attnkit.layers import GraphBlock
-from attnkit.layers.tokens.decoder_block import DecoderBlock
+from attnkit.layers.transformer import DecoderBlock
 
 BATCH, TOKENS, DIM, MEMORY, WORDS = 2, 3, 12, 5, 7
 NODES = 6

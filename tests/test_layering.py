@@ -17,7 +17,7 @@ COMPILED = {
     Path("core/kernels/edges/triton_kernels.py"): {"triton"},
     Path("core/kernels/edges/numba_kernels.py"): {"numba", "attnkit"},
     Path("core/kernels/edges/numba_vectors.py"): {"numba", "llvmlite"},
-    Path("core/operators/sorting_kernels.py"): {"numba", "numpy"},
+    Path("core/operators/sorting.py"): {"numba", "numpy", "torch", "attnkit"},
 }
 LARGEST_FOLDER = 16
 

@@ -10,8 +10,8 @@ import attnkit.layers
 import attnkit.models
 from attnkit.core.lazy import homes
 from attnkit.finetune import LoRALinear
-from attnkit.layers.graph.convolution import GraphConvolution
-from attnkit.models.readout import GraphPool
+from attnkit.models.graph_model import GraphPool
+from attnkit.models.sgformer import GraphConvolution
 from attnkit.surgery.insert import IdentityStart
 
 METADATA = (["a", "b"], [("a", "to", "b"), ("b", "of", "a")])

@@ -18,7 +18,7 @@ from torch import nn
 
 import attnkit
 from attnkit import Causal, Edges, Packed, Padding, Window, Window2d
-from attnkit.layers.tokens.decoder_block import DecoderBlock
+from attnkit.layers.transformer import DecoderBlock
 from attnkit.models.resnet import ResNet
 
 

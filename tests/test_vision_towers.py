@@ -17,8 +17,7 @@ import attnkit
 from attnkit import finetune, interop
 from attnkit.finetune.order import blocks_of, head_of, layer_numbers
 from attnkit.launch.main import main
-from attnkit.models.preprocessing import expected_images
-from attnkit.models.tower_files import tower_facts
+from attnkit.models.preprocessing import expected_images, tower_facts
 
 transformers = pytest.importorskip("transformers")
 interop.register_transformers()

@@ -3,7 +3,7 @@
 A package writes its names once, as imports that only type checkers run:
 
     if TYPE_CHECKING:
-        from attnkit.layers.gates.bam import BAM
+        from attnkit.layers.cbam import BAM
     else:
         __getattr__, __dir__ = lazy(__name__)
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from attnkit.finetune.record import is_below
-from attnkit.layers.graph.sparse import SparseLinear
+from attnkit.layers.graph.blocks import SparseLinear
 
 PRESETS = ("attention", "mlp", "all")
 _FUSED = ("in_proj", "qkv", "qkv_proj", "to_qkv", "c_attn", "Wqkv")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from attnkit.core.masks.edges import Edges, in_callers_order
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.heads import NodeHeads
-from attnkit.layers.graph.self_loops import looped_features
+from attnkit.layers.graph.inputs import looped_features
 
 Model = TypeVar("Model", bound=nn.Module)
 

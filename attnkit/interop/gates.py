@@ -8,10 +8,8 @@ from typing import Any
 from torch import nn
 
 from attnkit.interop.carry import has_hooks, loaded, refuse, renamed, state_of
-from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
-from attnkit.layers.gates.coordinate import CoordinateAttention
-from attnkit.layers.gates.efficient_channel import EfficientChannelAttention
-from attnkit.layers.gates.squeeze_excitation import SqueezeExcitation
+from attnkit.layers.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
+from attnkit.layers.gates import CoordinateAttention, EfficientChannelAttention, SqueezeExcitation
 
 Converters = dict[type, Callable[[Any], nn.Module]]
 

@@ -17,7 +17,7 @@ from attnkit.core.nearest import nearest
 from attnkit.core.running import evaluating
 from attnkit.interop.carry import shortened
 from attnkit.interop.transformers import NAME, register_transformers
-from attnkit.models.tower_files import VERSION, num_channels, tower_facts
+from attnkit.models.preprocessing import VERSION, num_channels, tower_facts
 from attnkit.models.weights import HUB, asking_hub, reason
 
 _log = logging.getLogger(__name__)

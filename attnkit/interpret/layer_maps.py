@@ -15,8 +15,8 @@ from attnkit.interpret.methods.grid import Grid, find_grid
 from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.methods.tokens import watch
 from attnkit.interpret.picture import OVERLAY, Panel, Row, Scale, as_picture, draw
-from attnkit.layers.gates.gate import capture_gates
-from attnkit.layers.maps.spatial import SpatialAttention
+from attnkit.layers.gates import capture_gates
+from attnkit.layers.spatial import SpatialAttention
 from attnkit.lightning.protocols import Explained
 
 ATTENTION = "attention / uniform attention"

@@ -5,32 +5,33 @@ from typing import TYPE_CHECKING
 from attnkit.core.lazy import lazy
 
 if TYPE_CHECKING:
-    from attnkit.layers.gates.bam import BAM
-    from attnkit.layers.gates.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
-    from attnkit.layers.gates.coordinate import CoordinateAttention
-    from attnkit.layers.gates.efficient_channel import EfficientChannelAttention
-    from attnkit.layers.gates.gate import Gate, capture_gates
-    from attnkit.layers.gates.squeeze_excitation import SCSE, SpatialExcitation, SqueezeExcitation
-    from attnkit.layers.graph.attention import GraphAttention
-    from attnkit.layers.graph.block import GraphBlock
-    from attnkit.layers.graph.han import HANAttention
-    from attnkit.layers.graph.hgt import HGTAttention
-    from attnkit.layers.graph.receptive_field import ReceptiveField
-    from attnkit.layers.graph.rgat import RGATAttention
-    from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
-    from attnkit.layers.graph.typed_edges import TypedEdges
-    from attnkit.layers.maps.channel import (
+    from attnkit.layers.cbam import BAM, CBAM, CBAMChannelGate, CBAMSpatialGate
+    from attnkit.layers.channel import (
         ChannelAttention,
         CrossCovarianceAttention,
+        DualAttention,
         TransposedAttention,
     )
-    from attnkit.layers.maps.combined import Combined, GatedSum
-    from attnkit.layers.maps.context import ContextAttention
-    from attnkit.layers.maps.dual import DualAttention
-    from attnkit.layers.maps.spatial import SpatialAttention
-    from attnkit.layers.tokens.block import TransformerBlock
-    from attnkit.layers.tokens.patch import PatchEmbedding
-    from attnkit.layers.tokens.pooling import AttentionPool
+    from attnkit.layers.gates import (
+        SCSE,
+        CoordinateAttention,
+        EfficientChannelAttention,
+        Gate,
+        SpatialExcitation,
+        SqueezeExcitation,
+        capture_gates,
+    )
+    from attnkit.layers.graph.attention import GraphAttention
+    from attnkit.layers.graph.blocks import GraphBlock, SparseDropout, SparseLinear
+    from attnkit.layers.graph.receptive_field import ReceptiveField
+    from attnkit.layers.graph.rgat import RGATAttention
+    from attnkit.layers.graph.typed_attention import HANAttention, HGTAttention
+    from attnkit.layers.graph.typed_edges import TypedEdges
+    from attnkit.layers.maps import Combined, GatedSum
+    from attnkit.layers.patch import PatchEmbedding
+    from attnkit.layers.pooling import AttentionPool
+    from attnkit.layers.spatial import ContextAttention, SpatialAttention
+    from attnkit.layers.transformer import TransformerBlock
 else:
     __getattr__, __dir__ = lazy(__name__)
 

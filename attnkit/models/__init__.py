@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING
 from attnkit.core.lazy import lazy
 
 if TYPE_CHECKING:
-    from attnkit.layers.tokens.patch import PackedImages
+    from attnkit.layers.patch import PackedImages
     from attnkit.models.backbones import timm_backbone
     from attnkit.models.captioning.captioner import Captioner
-    from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
     from attnkit.models.captioning.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder
-    from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+    from attnkit.models.captioning.recurrent_decoder import HardRecurrentDecoder, RecurrentDecoder
     from attnkit.models.captioning.transformer_decoder import TransformerDecoder
     from attnkit.models.gat import GAT
     from attnkit.models.graph_transformer import GraphTransformer

@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least, divides, up_to_1
 from attnkit.core.masks.edges import Edges
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
-from attnkit.layers.graph.block import (
+from attnkit.layers.graph.blocks import (
     GraphActivation,
     GraphBlock,
     GraphLayer,
     Norm,
+    SparseDropout,
+    SparseLinear,
     make_activation,
     make_norm,
 )
 from attnkit.layers.graph.receptive_field import ReceptiveField, edges_of_layers
-from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
-from attnkit.models.hops import Hops
-from attnkit.models.readout import GraphModel, Pool, ReadOut
+from attnkit.models.graph_model import GraphModel, Hops, Pool, ReadOut
 
 
 class GAT(GraphModel):

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.positions.absolute import resize_positions, sincos_2d
 from attnkit.core.positions.rotary import Rotary2d, Rotation
-from attnkit.layers.tokens.patch import Grid, PackedImages, embed_patches
+from attnkit.layers.patch import Grid, PackedImages, embed_patches
 
 if TYPE_CHECKING:
     from attnkit.models.vit import ViT

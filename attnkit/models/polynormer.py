@@ -11,9 +11,9 @@ from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.normalizers import Linear
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
+from attnkit.layers.graph.blocks import SparseLinear
 from attnkit.layers.graph.inputs import as_edges
-from attnkit.layers.graph.sparse import SparseLinear
-from attnkit.models.readout import GraphModel, Pool, ReadOut
+from attnkit.models.graph_model import GraphModel, Pool, ReadOut
 
 
 class PolynormerLocal(nn.Module):

@@ -1,16 +1,145 @@
-"""SGFormer: one layer of simple global attention beside a graph convolution network."""
+"""SGFormer: simple global attention beside a graph convolution network."""
 
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, share
+from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
-from attnkit.layers.graph.convolution import GraphConvolution
-from attnkit.layers.graph.far.global_attention import SimpleGlobalAttention
+from attnkit.core.projections import reset_linear
+from attnkit.core.weights import Indices, as_indices
+from attnkit.layers.graph.blocks import SparseLinear
 from attnkit.layers.graph.inputs import as_edges
-from attnkit.layers.graph.sparse import SparseLinear
-from attnkit.models.readout import GraphModel, Pool, ReadOut
+from attnkit.models.graph_model import GraphModel, Pool, ReadOut
+
+
+class SimpleGlobalAttention(nn.Module):
+    """The global attention of SGFormer (Wu et al., 2023), which has no softmax.
+
+        weight_h,ij = (δ_ij + cos(q_h,i, k_h,j) / n) / (1 + Σ_j cos(q_h,i, k_h,j) / n)
+        output_i = 1/H Σ_h Σ_j weight_h,ij · v_h,j      over all n nodes
+
+    q, k, v are projections of the nodes without bias. The output is computed as
+    n v_i + q̂_i (Σ_j k̂_j v_jᵀ) over n + q̂_i · Σ_j k̂_j, where q̂ and k̂ have length 1. So every
+    node keeps its own value, and weights may be negative. The paper divides queries and keys by the
+    norm of all queries, or keys, together, which makes the second term vanish as n grows; dividing
+    each by its own norm is what PyG's `SGFormerAttention` does.
+
+    Nodes [nodes, in_channels] in, of one graph or of several concatenated; [nodes, out_channels]
+    out.
+
+    Args:
+        in_channels: channels of the nodes.
+        out_channels: channels of each head; the output is the mean of the heads.
+        heads: number of heads.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, heads: int = 1) -> None:
+        super().__init__()
+        at_least(1, in_channels=in_channels, out_channels=out_channels, heads=heads)
+        self.heads = heads
+        size = heads * out_channels
+        self.query_proj = nn.Linear(in_channels, size, bias=False)
+        self.key_proj = nn.Linear(in_channels, size, bias=False)
+        self.value_proj = nn.Linear(in_channels, size, bias=False)
+
+    def forward(
+        self,
+        x: Annotated[Tensor, "nodes in_channels"],
+        lengths: Annotated[Tensor, "_", int] | None = None,
+    ) -> Annotated[Tensor, "nodes out_channels"]:
+        """Return the nodes after attention.
+
+        Args:
+            lengths: number of nodes of each graph; None: all nodes belong to one graph.
+        """
+        heads = self._heads(x)
+        if lengths is None:
+            return _attend(*heads)
+        of_graphs = (tensor.split(lengths.tolist(), dim=1) for tensor in heads)
+        return torch.cat([_attend(*parts) for parts in zip(*of_graphs, strict=True)])
+
+    def attention_weights(
+        self,
+        x: Annotated[Tensor, "nodes in_channels"],
+        lengths: Annotated[Tensor, "_", int] | None = None,
+        *,
+        rows: Indices = None,
+        heads: Indices = None,
+    ) -> Annotated[Tensor, "chosen_heads rows nodes"]:
+        """Return the weights that `forward` uses implicitly; they are 0 between different graphs.
+
+        Args:
+            rows: which nodes look, None for all.
+            heads: which heads, None for all.
+        """
+        query, key, _ = self._heads(x)
+        rows = as_indices("rows", rows, x.shape[0], x.device)
+        heads = as_indices("heads", heads, self.heads, x.device)
+        if lengths is None:
+            lengths = torch.tensor([x.shape[0]], device=x.device)
+        graph = torch.repeat_interleave(lengths)
+        counts = lengths[graph[rows]][:, None]
+        weights = query[heads][:, rows] @ key[heads].mT / counts
+        weights = weights.masked_fill(graph[rows][:, None] != graph, 0.0)
+        weights[:, torch.arange(len(rows), device=x.device), rows] += 1
+        return weights / weights.sum(dim=2, keepdim=True)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys of length 1, and values, each [heads, nodes, out_channels]."""
+        query, key, value = (
+            proj(x).unflatten(1, (self.heads, -1)).transpose(0, 1)
+            for proj in (self.query_proj, self.key_proj, self.value_proj)
+        )
+        unit = nn.functional.normalize
+        return unit(query, dim=2), unit(key, dim=2), value
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the output [nodes, out_channels] of one graph from [heads, nodes, out_channels]."""
+    count = max(1, query.shape[1])
+    gathered = query @ (key.mT @ value)
+    total = query @ key.sum(dim=1)[:, :, None]
+    return ((count * value + gathered) / (count + total)).mean(dim=0)
+
+
+class GraphConvolution(nn.Module):
+    """The graph convolution of Kipf and Welling (2017), computed by the edge attention kernels.
+
+        output_i = Σ_e W x_j / √(d_i d_j) + b = √d_i · mean_e(W x_j / √d_j) + b
+
+    over the edges e from j to i and one self-loop, which replaces the graph's own; d_i is their
+    number. A mean over the neighbours is attention with equal scores. Equal to PyG's
+    `GCNConv` with its defaults, without its memory of edges × channels.
+
+    Nodes [nodes, in_channels] in, dense, and [nodes, out_channels] out.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, backend: str = "auto") -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_channels, out_channels, bias=False)
+        self.bias = nn.Parameter(torch.empty(out_channels))
+        self.backend = backend
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the matrix Xavier-uniform and the bias to 0."""
+        reset_linear(self.proj)
+        nn.init.zeros_(self.bias)
+
+    def forward(
+        self, x: Annotated[Tensor, "nodes in_channels"], edges: Edges
+    ) -> Annotated[Tensor, "nodes out_channels"]:
+        looped = edges.with_loops
+        target = looped.edge_index[1]
+        ones = x.new_ones(target.shape[0])  # bincount cannot be exported
+        root = x.new_zeros(x.shape[0]).index_add(0, target, ones).sqrt()[:, None]
+        value = self.proj(x) / root
+        equal = value.new_zeros(1, x.shape[0], 1)
+        mean = attend(equal, equal, value[None], mask=looped, backend=self.backend)
+        return mean[0] * root + self.bias
 
 
 class SGFormer(GraphModel):

@@ -21,8 +21,8 @@ from attnkit.core.positions.rotary import Rotary2d, Rotation
 from attnkit.core.projections import reset_linear
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
-from attnkit.layers.tokens.block import Activation, TransformerBlock
-from attnkit.layers.tokens.patch import PackedImages, PatchEmbedding
+from attnkit.layers.patch import PackedImages, PatchEmbedding
+from attnkit.layers.transformer import Activation, TransformerBlock
 
 Images = Annotated[Tensor, "batch channels height width"]
 OwnSizes = Sequence[Annotated[Tensor, "channels height width"]]
@@ -201,7 +201,7 @@ class ViT(nn.Module):
         self.norm, self.pooled_norm = norms if norm_after_pooling else reversed(norms)
         self.pool: nn.Module | None = None
         if pooling == "attention":
-            from attnkit.layers.tokens.pooling import AttentionPool
+            from attnkit.layers.pooling import AttentionPool
 
             self.pool = AttentionPool(
                 dim,

@@ -35,7 +35,7 @@ from attnkit.tasks.image_classification import (
     PlantedShortcut,
     attention_network,
 )
-from attnkit.tasks.image_classification.planted_shortcut import painted
+from attnkit.tasks.image_classification.composed import painted
 
 
 class Asked(NamedTuple):

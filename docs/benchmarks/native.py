@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit import Padding, ViT
-from attnkit.layers.tokens.patch import embed_patches
+from attnkit.layers.patch import embed_patches
 from attnkit.models import PackedImages
 from attnkit.models.native import positions_on
 

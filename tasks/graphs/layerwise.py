@@ -8,7 +8,7 @@ from torch_geometric.data import Data
 
 from attnkit.core.masks.edges import Edges
 from attnkit.core.operators.sparse import chosen_rows
-from attnkit.models.hops import Hops
+from attnkit.models.graph_model import Hops
 from attnkit.tasks.graphs.neighbors import NeighborBatches
 from attnkit.tasks.graphs.sampler import ALL, InNeighbors, sample_neighbors
 

@@ -11,10 +11,10 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 from attnkit.layers.graph.attention import GraphAttention
-from attnkit.layers.graph.convolution import GraphConvolution
 from attnkit.lightning import UserError
 from attnkit.lightning.export.program import Program
 from attnkit.lightning.modules.module import TaskModule
+from attnkit.models.sgformer import GraphConvolution
 from attnkit.tasks.graphs.checks import CARRIED
 
 

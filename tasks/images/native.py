@@ -18,7 +18,6 @@ from torch import Tensor
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.images.data import module_of
 from attnkit.tasks.images.decode import (
     UndecodableImageError,
     as_tensor,
@@ -26,13 +25,11 @@ from attnkit.tasks.images.decode import (
     pixel_sums,
     read_picture,
     to_channels,
-    with_progress,
 )
-from attnkit.tasks.images.folder import Files, report_failures, say, say_once
-from attnkit.tasks.images.scan import first_of_equal, memory_bytes, read_splits
+from attnkit.tasks.images.files import Files, report_failures, say, say_once
+from attnkit.tasks.images.scan import first_of_equal, memory_bytes, read_splits, with_progress
 from attnkit.tasks.images.sets import ImageSet
-from attnkit.tasks.loaders import BatchItems
-from attnkit.tasks.tokens import TokenSampler, token_loader
+from attnkit.tasks.loaders import BatchItems, TokenSampler, module_of, token_loader
 
 MAX_IMAGE_TOKENS = 1024
 

@@ -1,29 +1,53 @@
-"""Read the image files of splits, into memory if they fit, and find broken ones."""
+"""Read the image files of splits once: into memory if they fit; report broken and equal ones."""
 
 import contextlib
+import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from lightning import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
-from attnkit.tasks.images.data import fit_of, module_of
-from attnkit.tasks.images.decode import FULL_RANGES, header_size
-from attnkit.tasks.images.depths import lines as depth_lines
-from attnkit.tasks.images.depths import range_of
-from attnkit.tasks.images.equal import equal_lines
-from attnkit.tasks.images.folder import Files, report_failures, say_once
+from attnkit.core.operators.files import cache_folder
+from attnkit.lightning.console import say
+from attnkit.lightning.files import SHARED_FOLDER, replacing
+from attnkit.tasks.images.decode import (
+    FULL_RANGES,
+    Depth,
+    Pictures,
+    UndecodableImageError,
+    depth_lines,
+    header_size,
+    keys_of,
+    pixel_sums,
+    range_of,
+    read_file,
+    to_channels,
+)
+from attnkit.tasks.images.files import Files, report_failures, say_once, shortened
 from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
-from attnkit.tasks.images.shared import decoded
-from attnkit.tasks.images.sizes import default_image_size, least_area, sides
+from attnkit.tasks.images.sizes import Fit, default_image_size, fit_of, least_area, sides
+from attnkit.tasks.loaders import module_of
 
 _HEADERS_READ = 1024
+# Reading a small file is faster than waking a thread, so that a thread reads several.
+_CHUNK = 32
+_SILENT_FOR = 10.0  # seconds
+_SHOW_PROGRESS_FROM = 2000
 
 
 def read_splits(
@@ -152,3 +176,219 @@ def first_of_equal(keys: Tensor) -> list[int]:
     """Return for each key the index of the first equal key."""
     firsts: dict[int, int] = {}
     return [firsts.setdefault(key, number) for number, key in enumerate(keys.tolist())]
+
+
+@dataclass
+class Pixels:
+    """The result of decoding files: pixels, exact sums for mean and deviation, and failures.
+
+    Attributes:
+        images: uint8 [files, channels, height, width], or None if the pixels were not kept.
+        sums: int64 [files, 2, channels], the sum of the pixels and of their squares per channel.
+        grey: bool [files], whether the channels are equal.
+        keys: int64 [files], keys of the bytes of each file; see `keys_of`.
+        failures: maps the index of a file to the reason why it cannot be decoded.
+        depths: maps the index of a file to what 8 bits a channel cannot hold of it.
+        pictures: the whole pictures of the files, empty if the image is the whole picture or there
+            is none; None if they were not requested.
+    """
+
+    images: Tensor | None
+    sums: Tensor
+    grey: Tensor
+    keys: Tensor
+    failures: dict[int, str]
+    depths: dict[int, Depth]
+    pictures: Pictures | None = None
+
+
+def decode_files(
+    paths: Sequence[str],
+    fit: Fit,
+    channels: int,
+    *,
+    keep: bool,
+    title: str,
+    least_area: float | None = None,
+) -> Pixels:
+    """Decode every file once, in threads (Pillow releases the interpreter's lock).
+
+    Args:
+        paths: the files.
+        fit: how pictures become images.
+        channels: 1 or 3.
+        keep: whether the pixels stay in memory.
+        title: title of the progress bar.
+        least_area: that of `read_picture`, if whole pictures are kept too.
+    """
+    shape = (len(paths), channels, *sides(fit.size))
+    images = torch.empty(shape, dtype=torch.uint8) if keep else None
+    sums = torch.zeros((len(paths), 2, channels), dtype=torch.int64)
+    grey = torch.zeros(len(paths), dtype=torch.bool)
+    keys = torch.zeros(len(paths), dtype=torch.int64)
+    failures: dict[int, str] = {}
+    depths: dict[int, Depth] = {}
+    pictures = [torch.empty(0, dtype=torch.uint8)] * len(paths) if least_area else None
+
+    def decode_chunk(start: int) -> int:
+        decoded: dict[int, Tensor] = {}
+        stop = min(start + _CHUNK, len(paths))
+        for number in range(start, stop):
+            try:
+                read = read_file(paths[number], fit, least_area)
+            except UndecodableImageError as error:
+                failures[number] = str(error)
+                continue
+            decoded[number] = read.image
+            if read.depth is not None:
+                depths[number] = read.depth
+            is_part = read.whole is not None and read.whole.shape[:2] != read.image.shape[1:]
+            if pictures is not None and read.whole is not None and (is_part or channels == 1):
+                pictures[number] = read.whole
+        if decoded:
+            pixels = to_channels(torch.stack([*decoded.values()]), channels)
+            rows = torch.tensor([*decoded])
+            sums[rows] = pixel_sums(pixels)
+            grey[rows] = (pixels == pixels[:, :1]).flatten(1).all(dim=1)
+            keys[rows] = keys_of(Path(paths[number]).read_bytes() for number in decoded)
+            if images is not None:
+                images[rows] = pixels
+        return stop - start
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        chunks = pool.map(decode_chunk, range(0, len(paths), _CHUNK))
+        try:
+            for _ in with_progress(chunks, len(paths), title):
+                pass
+        except BaseException:  # a signal: do not wait for files that are not begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    failures, depths = dict(sorted(failures.items())), dict(sorted(depths.items()))
+    whole = Pictures.of(pictures) if pictures else None
+    return Pixels(images, sums, grey, keys, failures, depths, whole)
+
+
+def with_progress(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
+    """Yield 1 for each file that the chunks have processed, and show a progress bar."""
+    console = Console(stderr=True)
+    rank = getattr(rank_zero_only, "rank", 0)
+    quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal or rank != 0
+    if not console.is_terminal and rank == 0:
+        chunks = _with_lines(chunks, total, title)
+    steps = (1 for count in chunks for _ in range(count))
+    return iter(track(steps, title, total, console=console, transient=True, disable=quiet))
+
+
+def _with_lines(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
+    """Print the progress every ten seconds, for output without a progress bar."""
+    done, last = 0, time.monotonic()
+    for count in chunks:
+        yield count
+        done += count
+        if time.monotonic() - last >= _SILENT_FOR:
+            say(f"{title}: {done:,} of {total:,}")
+            last = time.monotonic()
+
+
+def decoded(
+    paths: list[str],
+    fit: Fit,
+    channels: int,
+    *,
+    keep: bool,
+    title: str,
+    least_area: float | None = None,
+) -> Pixels:
+    """Return the result of `decode_files`, from the cache if it is there.
+
+    Pixels are cached only within a sweep, in a folder that the sweep names in the environment and
+    removes at its end. They are memory-mapped, so that the processes of a machine hold them once.
+    Results without pixels are cached in the user's cache folder, as the scan of a large folder
+    takes minutes. Both are valid until a file's name, size or modification time differs, or a file
+    becomes readable. If the folder cannot be written or is full, only time is lost.
+    """
+    folder = os.environ.get(SHARED_FOLDER) if keep else cache_folder() / "scans"
+    what: dict[str, Any] = {"keep": keep, "least_area": least_area if keep else None}
+    if not folder:
+        return decode_files(paths, fit, channels, title=title, **what)
+    file = Path(folder) / f"{key_of_files(paths, 4, fit, channels, what)}.pt"
+    with _locked(file):
+        with contextlib.suppress(Exception):  # absent or damaged
+            found = torch.load(file, weights_only=True, mmap=True)
+            whole = found.pop("pictures")
+            if all(_fails(paths[number], fit) for number in found["failures"]):
+                return Pixels(**found, pictures=Pictures(*whole) if whole else None)
+        pixels = decode_files(paths, fit, channels, title=title, **what)
+        with contextlib.suppress(OSError, RuntimeError):
+            whole = pixels.pictures
+            parts = (whole.shapes, whole.pixels) if whole else ()
+            found = {**vars(pixels), "pictures": parts}
+            tensors = [pixels.images, *parts]
+            size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+            if shutil.disk_usage(file.parent).free > 2 * size:
+                with replacing(file) as part:
+                    torch.save(found, part)
+    return pixels
+
+
+def _fails(path: str, fit: Fit) -> bool:
+    """Return True if a file still cannot be decoded: permissions may change without the file."""
+    try:
+        read_file(path, fit)
+    except UndecodableImageError:
+        return True
+    return False
+
+
+def key_of_files(paths: Sequence[str], *facts: Any) -> str:
+    """Return a cache key of files, which changes with a name, size or modification time."""
+    key = hashlib.sha256(repr(facts).encode())
+    for path in paths:
+        with contextlib.suppress(OSError):
+            stat = os.stat(path)
+            key.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="replace"))
+    return key.hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Hold the lock of a file, so that other processes wait instead of doing the same work."""
+    lock = FileLock(file.with_suffix(".lock"))
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no folder, or a file system without locks
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock)
+        yield
+
+
+_NAMED = 3
+
+
+def equal_lines(
+    paths: Mapping[str, Sequence[str]], labels: Mapping[str, Mapping[str, int]], firsts: list[int]
+) -> Iterator[str]:
+    """Yield lines about equal files, each with what to do.
+
+    Args:
+        paths: the files, by split.
+        labels: maps a split to the classes by path.
+        firsts: the result of `first_of_equal` for all files in order.
+    """
+    files = [(split, path) for split, of_split in paths.items() for path in of_split]
+    pairs = [(files[first], files[n]) for n, first in enumerate(firsts) if first != n]
+    across = [pair for pair in pairs if pair[0][0] != pair[1][0]]
+    wrong = [(a, b) for a, b in pairs if labels[a[0]][a[1]] != labels[b[0]][b[1]]]
+    if pairs:
+        yield f"data: {_named(pairs)}; a split that is taken from train keeps them on one side"
+    if across:
+        yield (
+            f"data: in two splits: {_named(across)}; remove them from one, or the test is of "
+            "images that were trained on"
+        )
+    if wrong:
+        yield f"data: under two labels: {_named(wrong)}; keep them under the right one"
+
+
+def _named(pairs: Sequence[tuple[tuple[str, str], tuple[str, str]]]) -> str:
+    count = f"{len(pairs)} {'file is' if len(pairs) == 1 else 'files are'} equal to others"
+    return f"{count}: {', '.join(shortened([f'{b[1]} = {a[1]}' for a, b in pairs], _NAMED))}"

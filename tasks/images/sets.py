@@ -1,11 +1,13 @@
-"""Data sets of labelled images, in memory or in files."""
+"""Data sets of images with labels, in memory or in files, their random crops and ground truth."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -16,6 +18,7 @@ from attnkit.tasks.images.decode import (
     Pictures,
     UndecodableImageError,
     as_picture,
+    as_tensor,
     keys_of,
     pixel_sums,
     read_image,
@@ -195,3 +198,95 @@ def _unchanged(path: str, read: Callable[..., Any], *how: Any) -> Any:
         return read(path, *how)
     except UndecodableImageError as error:
         raise RunError(f"{path} changed while in use: {error}") from error
+
+
+Place = tuple[int, int, int]
+
+
+class TrainingImages(Dataset):
+    """Images fetched by the batch, by the triples (epoch, place, index) of a `PlacedSampler`.
+
+    With a crop, an image is another part of its whole picture each time it is fetched. The part
+    depends only on the seed, the epoch and the place in the epoch, for any number of processes and
+    workers.
+
+    Args:
+        images: the set.
+        crop: maps a picture to one of the size of the images and draws from torch's generator;
+            None: images are not cropped.
+        seed: seed of the crops.
+    """
+
+    def __init__(
+        self, images: ImageSet, crop: Callable[[Image.Image], Image.Image] | None, seed: int
+    ) -> None:
+        self.images = images
+        self.crop = crop
+        self.seed = seed
+
+    @property
+    def labels(self) -> Tensor:
+        return self.images.labels
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether fetching takes enough work for worker processes."""
+        return self.images.reads_files or self.crop is not None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, places: Sequence[Place]) -> tuple[Tensor, Tensor]:
+        rows = [number for _, _, number in places]
+        if self.crop is None:
+            return self.images.__getitems__(rows)
+        cropped = []
+        with torch.random.fork_rng(devices=[]):
+            for epoch, place, number in places:
+                key = np.random.SeedSequence([self.seed, epoch, place])
+                torch.default_generator.manual_seed(int(key.generate_state(1)[0]))
+                cropped.append(as_tensor(self.crop(self.images.picture(number))))
+        pixels, channels = torch.stack(cropped), self.images.channels
+        if pixels.shape[1] != channels:
+            pixels = to_channels(pixels, channels)
+        return pixels, self.labels[rows]
+
+    def __getitem__(self, place: Place) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([place])
+        return images[0], labels[0]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Images and masks of the objects in them that show the right answer.
+
+    images: uint8 [images, channels, height, width], as the model takes them.
+    masks: bool [images, objects, height, width]: True = the object.
+    classes: int64 [images, objects]: the class that each object shows; None for captions.
+    objects_of: for captions, maps (index of the image, sentence) to pairs (index of the word, index
+        of the object that it names).
+    """
+
+    images: Tensor
+    masks: Tensor
+    classes: Tensor | None = None
+    objects_of: Callable[[int, str], list[tuple[int, int]]] | None = None
+
+    def mask_of(self, image: int, class_number: int) -> Tensor | None:
+        """Return the mask of the objects that show a class, bool [height, width], or None if the
+        image has none."""
+        if self.classes is None:
+            raise ValueError(
+                "mask_of: objects of captions have words instead of classes; use objects_of"
+            )
+        found = (self.classes[image] == class_number).nonzero().flatten().tolist()
+        return self.masks[image, found].any(dim=0) if found else None
+
+
+@runtime_checkable
+class KnowsTruth(Protocol):
+    """A data module that knows where the evidence is in its images, after `setup`."""
+
+    def truth(self, split: str = "test") -> Truth:
+        """Return the ground truth of the images of a split, in its order."""
+        ...

@@ -8,9 +8,8 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
 
 import attnkit
-from attnkit.layers.graph.far.expander import expander_edges
-from attnkit.models.graph_transformer import GraphTransformer
-from attnkit.models.readout import GraphPool, graph_lengths
+from attnkit.models.graph_model import GraphPool, graph_lengths
+from attnkit.models.graph_transformer import GraphTransformer, expander_edges
 
 IN, HIDDEN, CLASSES, EDGE_DIM = 5, 12, 3, 2
 

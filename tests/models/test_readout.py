@@ -6,7 +6,7 @@ from torch_geometric import nn as pyg
 
 from attnkit import GAT, GraphTransformer, Polynormer, SGFormer, interop
 from attnkit.layers import ReceptiveField
-from attnkit.models.readout import PlainPool
+from attnkit.models.graph_model import PlainPool
 
 NODES, IN, HIDDEN, CLASSES = 13, 5, 12, 3
 SIZES = (7, 0, 1, 5, 0)  # of graphs, also without nodes

@@ -7,11 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from attnkit.tasks.images import decode
+from attnkit.tasks.images import scan
 from attnkit.tasks.images.decode import (
     Read,
     UndecodableImageError,
-    decode_files,
     header_size,
     pixel_sums,
     read_file,
@@ -19,6 +18,7 @@ from attnkit.tasks.images.decode import (
     read_picture,
     to_channels,
 )
+from attnkit.tasks.images.scan import decode_files
 from attnkit.tasks.images.sizes import Fit
 
 
@@ -234,16 +234,16 @@ def test_what_is_not_begun_when_it_is_stopped_is_not_waited_for(monkeypatch):
         yield next(chunks)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decode, "read_file", slow)
-    monkeypatch.setattr(decode, "with_progress", stopped)
+    monkeypatch.setattr(scan, "read_file", slow)
+    monkeypatch.setattr(scan, "with_progress", stopped)
     paths = [__file__] * 2000
     with pytest.raises(KeyboardInterrupt):
-        decode.decode_files(paths, Fit(2), 3, keep=False, title="decoding")
+        scan.decode_files(paths, Fit(2), 3, keep=False, title="decoding")
     assert 0 < len(begun) < len(paths) / 2
 
 
 def test_without_a_terminal_it_says_how_far_it_is(monkeypatch, capfd):
-    monkeypatch.setattr(decode, "_SILENT_FOR", 0)
-    assert len(list(decode.with_progress(iter([32, 32, 6]), 70, "decoding images"))) == 70
+    monkeypatch.setattr(scan, "_SILENT_FOR", 0)
+    assert len(list(scan.with_progress(iter([32, 32, 6]), 70, "decoding images"))) == 70
     said = capfd.readouterr().out.splitlines()
     assert said == [f"decoding images: {done} of 70" for done in (32, 64, 70)]

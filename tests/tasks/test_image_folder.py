@@ -209,7 +209,7 @@ def test_a_check_of_files_is_remembered_until_one_changes(tmp_path, monkeypatch,
     make_images(tmp_path, {"a": 10, "b": 10})
     first = ready(tmp_path, memory_gb=0)
     monkeypatch.setattr(
-        "attnkit.tasks.images.shared.decode_files",
+        "attnkit.tasks.images.scan.decode_files",
         lambda *_, **__: pytest.fail("decoded again"),
     )
     again = ready(tmp_path, memory_gb=0)

@@ -14,7 +14,7 @@ from attnkit.lightning.protocols import Explained
 from attnkit.tasks.image_classification import ImageClassification, ImageFolderData
 from attnkit.tasks.images.decode import UndecodableImageError
 from attnkit.tasks.images.native import NativePaths, OwnSize, crop_patches
-from attnkit.tasks.tokens import TokenSampler
+from attnkit.tasks.loaders import TokenSampler
 
 
 @pytest.fixture

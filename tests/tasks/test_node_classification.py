@@ -14,7 +14,7 @@ from torch_geometric.nn import GAT, GCN
 
 import attnkit
 from attnkit.launch.main import main
-from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
+from attnkit.layers.graph.blocks import SparseDropout, SparseLinear
 from attnkit.lightning import ClassReport, UserError
 from attnkit.tasks.graphs import (
     DigitsGraphData,

@@ -16,23 +16,23 @@ from attnkit.tasks.captioning import (
     draw_scene,
     is_right,
     parse_caption,
-    scenes_data,
     words_of,
     words_of_objects,
 )
-from attnkit.tasks.captioning.drawing import RGB, draw
+from attnkit.tasks.captioning.data import compose
 from attnkit.tasks.captioning.grammar import RELATION_OF
-from attnkit.tasks.captioning.scenes import (
+from attnkit.tasks.images.scenes import (
     COLOURS,
     CONTAINERS,
     DIGITS,
     KINDS,
     RELATIONS,
+    RGB,
     SIZES,
     TEXTURES,
+    draw,
 )
 
-compose = scenes_data.compose
 VALUES = {"kind": KINDS, "colour": COLOURS, "size": SIZES, "texture": TEXTURES}
 SEVEN = {"kind": "seven", "colour": "red", "size": "small", "texture": "plain"}
 SQUARE = {"kind": "square", "colour": "blue", "size": "large", "texture": "striped"}

@@ -65,7 +65,7 @@ PLACES = {
     "flash": Place("sdpa.Flash"),
     "efficient": Place("sdpa.Efficient"),
     "linear": Place("linear.LinearKernel", normalizer=Linear),
-    "delta_rule": Place("delta_rule.DeltaRuleKernel", normalizer=DeltaRule),
+    "delta_rule": Place("linear.DeltaRuleKernel", normalizer=DeltaRule),
     "blockwise": Place("reference.Blockwise"),
     "hard": Place("hard.HardKernel", normalizer=Hard),
     "math": Place("sdpa.Math"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attnkit.launch.config import signatures
-from attnkit.launch.config.sources import Origins
+from attnkit.launch.config.files import Origins
 from attnkit.lightning.build import allowlist
 from attnkit.lightning.errors import UserError
 

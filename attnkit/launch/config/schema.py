@@ -86,7 +86,7 @@ class Config:
     vars: dict[str, Any] | None = None
     """Your own values for interpolations: dim: ${vars.dim}."""
     record: dict[str, Any] | None = None
-    """The figure that an experiment reproduces (launch/records/record.py)."""
+    """The figure that an experiment reproduces (launch/records.py)."""
     reproduce: dict[str, Any] | None = None
     """The records that run=reproduce runs: arguments of `Reproduce`."""
 

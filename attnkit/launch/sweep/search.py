@@ -31,8 +31,8 @@ from hydra.core.override_parser.types import (
 )
 
 from attnkit.launch.config.compose import Composer
+from attnkit.launch.config.files import Origins
 from attnkit.launch.config.hydra_words import settings
-from attnkit.launch.config.sources import Origins
 from attnkit.launch.config.validate import check_node
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.studies.study import PRUNERS

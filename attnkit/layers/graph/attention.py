@@ -10,9 +10,9 @@ from torch.nn.parameter import is_lazy
 from attnkit.core.arguments import at_least, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
-from attnkit.core.kernels.edges.weights import edge_weights
+from attnkit.core.kernels.edges.edges import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
-from attnkit.core.operators.dropout import dropout as drop
+from attnkit.core.operators.cpu import dropout as drop
 from attnkit.core.operators.sparse import products_of
 from attnkit.core.projections import reset_linear
 from attnkit.core.scores.kinds import Score
@@ -28,16 +28,14 @@ from attnkit.layers.graph.heads import (
 )
 from attnkit.layers.graph.inputs import (
     EdgeModule,
+    FillValue,
     Nodes,
     Size,
+    check_fill_value,
     check_graph,
+    looped_features,
     rows_of_edges,
     sources_and_targets,
-)
-from attnkit.layers.graph.self_loops import (
-    FillValue,
-    check_fill_value,
-    looped_features,
 )
 
 GraphScoreName = Literal[ScoreName, "gat", "gatv2"]

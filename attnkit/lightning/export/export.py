@@ -10,7 +10,7 @@ import torch
 from lightning import LightningModule
 
 from attnkit.finetune.adapter import save_adapter
-from attnkit.finetune.low_rank import merged
+from attnkit.finetune.lora_linear import merged
 from attnkit.finetune.record import finetuned
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.export.exported import CONFIG, WEIGHTS, load, write_config, write_weights

@@ -96,7 +96,7 @@ def _read(
 ) -> tuple[dict[str, Tensor], Mapping[str, Any], tuple[Tensor | None, bool]]:
     """Return the tensors, the hyper-parameters, if any, and the result of `training_of`."""
     if _is_checkpoint(given):
-        from attnkit.finetune.low_rank import merge_state_dict
+        from attnkit.finetune.lora_linear import merge_state_dict
 
         checkpoint = checkpoints.load(given)
         arguments = checkpoint.get("hyper_parameters") or {}

@@ -19,9 +19,8 @@ from attnkit.lightning.resume.sampler import stratified_split
 from attnkit.tasks.graphs.checks import SPLITS, Target, check_training, has_target
 from attnkit.tasks.graphs.described import DescribedGraphs
 from attnkit.tasks.graphs.whole.graphs import GraphItems, Graphs
-from attnkit.tasks.loaders import make_loader
+from attnkit.tasks.loaders import make_loader, token_loader
 from attnkit.tasks.summary import class_lines, outputs_text, split_line
-from attnkit.tasks.tokens import token_loader
 
 
 class GraphsDataModule(DescribedGraphs):

@@ -115,7 +115,7 @@ TARGETS = [
     "attnkit.lightning.allowing", "attnkit.__main__.main", "attnkit.lightning.files.replacing",
     "attnkit.lightning.resume.checkpoints.load",
     "attnkit.lightning.modules.module.TaskModule.load_from_checkpoint", "attnkit.interop.from_timm",
-    "attnkit.tasks.image_classification.cifar10.tempfile.TemporaryDirectory", "attnkit.conf.os",
+    "attnkit.tasks.image_classification.data.tempfile.TemporaryDirectory", "attnkit.conf.os",
     # look-alikes and what is not a name
     "tоrch.nn.Linear", "torch.nn.Lіnear", "ｔｏｒｃｈ.nn.Linear",
     "torch․nn․Linear", " torch.nn.Linear",

@@ -9,9 +9,8 @@ from torch_geometric.nn.attention import SGFormerAttention
 from torch_geometric.utils import to_networkx
 
 from attnkit import Edges
-from attnkit.layers.graph.convolution import GraphConvolution
-from attnkit.layers.graph.far.expander import expander_edges, joined_edges, virtual_edges
-from attnkit.layers.graph.far.global_attention import SimpleGlobalAttention
+from attnkit.models.graph_transformer import expander_edges, joined_edges, virtual_edges
+from attnkit.models.sgformer import GraphConvolution, SimpleGlobalAttention
 
 NODES, CHANNELS, WIDTH, HEADS = 13, 5, 7, 3
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.operators.sparse import first_rows, linear, ranges, sparse_rows
-from attnkit.layers.graph.sparse import SparseDropout, SparseLinear
+from attnkit.layers.graph.blocks import SparseDropout, SparseLinear
 
 
 def features(rows=13, columns=11, share=0.3, dtype=torch.float64):

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit
 from attnkit import SpatialAttention
-from attnkit.layers.maps import spatial
-from attnkit.layers.maps.spatial import criss_cross_edges
+from attnkit.layers import spatial
+from attnkit.layers.spatial import criss_cross_edges
 
 BATCH, CHANNELS, HEIGHT, WIDTH = 3, 10, 5, 7
 

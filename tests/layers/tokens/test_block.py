@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from attnkit import MultiHeadAttention, Packed, Padding, Rotary2d, ScaledDot
 from attnkit.layers import TransformerBlock
-from attnkit.layers.tokens.block import make_mlp
+from attnkit.layers.transformer import make_mlp
 
 
 def randomised(module):

@@ -6,14 +6,13 @@ from torch import nn
 
 from attnkit.core.positions.absolute import sincos_2d
 from attnkit.models.captioning.captioner import Captioner
-from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
 from attnkit.models.captioning.image_encoders import (
     CNNEncoder,
     ImageEncoder,
     TimmEncoder,
     ViTEncoder,
 )
-from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+from attnkit.models.captioning.recurrent_decoder import HardRecurrentDecoder, RecurrentDecoder
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 
 VOCABULARY, WORDS, DIM = 13, 7, 20

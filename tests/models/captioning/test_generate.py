@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 import attnkit
 from attnkit.models.captioning.generate import generate, kept_by_sampling
-from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
-from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+from attnkit.models.captioning.recurrent_decoder import HardRecurrentDecoder, RecurrentDecoder
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 from attnkit.models.captioning.word_decoder import END, PAD, START
 

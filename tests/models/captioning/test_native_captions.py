@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from attnkit.models.captioning.captioner import Captioner
-from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
 from attnkit.models.captioning.image_encoders import CNNEncoder, ViTEncoder
-from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+from attnkit.models.captioning.recurrent_decoder import HardRecurrentDecoder, RecurrentDecoder
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
 
 VOCABULARY, WORDS, DIM = 13, 7, 20

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import attnkit
-from attnkit.models.captioning.hard_decoder import HardRecurrentDecoder
-from attnkit.models.captioning.recurrent_decoder import RecurrentDecoder
+from attnkit.models.captioning.recurrent_decoder import HardRecurrentDecoder, RecurrentDecoder
 from attnkit.models.captioning.word_decoder import PAD
 
 BATCH, POSITIONS, WORDS, DIM, VOCABULARY = 3, 7, 5, 6, 11

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torchvision.transforms.v2 import functional as F
 
 from attnkit.tasks.image_classification import Augment, ImageFolderData
-from attnkit.tasks.image_classification.choose import Sample, settle
+from attnkit.tasks.image_classification.augment import Sample, settle
 from attnkit.tasks.images.sets import MemoryImages
 
 DIGITS = load_digits()

@@ -14,8 +14,7 @@ from attnkit.tasks.image_classification import (
     NeedleDigits,
     PlantedShortcut,
 )
-from attnkit.tasks.image_classification.composed import COLOURS
-from attnkit.tasks.image_classification.planted_shortcut import painted
+from attnkit.tasks.image_classification.composed import COLOURS, painted
 
 FEW = {"num_train": 311, "num_val": 7, "num_test": 53}
 INK = (torch.from_numpy(load_digits().images) * (255 / 16)).round().to(torch.uint8)

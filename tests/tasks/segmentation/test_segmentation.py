@@ -18,8 +18,8 @@ from attnkit.tasks.segmentation import (
     SemanticSegmentation,
     dice_loss,
 )
-from attnkit.tasks.segmentation.queries import _RegionOfQuery as RegionOfQuery
-from attnkit.tasks.segmentation.windows import slide
+from attnkit.tasks.segmentation.module import slide
+from attnkit.tasks.segmentation.segmenter import _RegionOfQuery as RegionOfQuery
 
 HEADS = {
     "linear": LinearHead,

@@ -1,1 +1,0 @@
-"""Connections between nodes that are far apart, at a cost linear in the nodes."""

@@ -1,1 +1,0 @@
-"""Attention over feature maps [batch, channels, height, width]."""

@@ -1,1 +1,0 @@
-"""Layers over tokens: Transformer blocks, patch embedding, pooling, Nadaraya–Watson."""
