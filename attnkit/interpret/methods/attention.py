@@ -146,7 +146,7 @@ def relevance(question: Question) -> Tensor:
     # kept apart, since the gain may be tiny compared with the identity
     identity, gained = chain.start, torch.zeros_like(chain.start)
     for step in reversed(chain.steps):
-        looked_at = 0.0
+        looked_at: Tensor | float = 0.0
         if step.is_used:
             looked_at = step.looked_at(identity + gained, gradients.pop())
         identity, gained = step.kept(identity), step.kept(gained) + looked_at
