@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
 from attnkit.core.capture.calls import AttentionCall, Call, EdgeCall
-from attnkit.core.capture.layers import LayerChoice, Layers
 from attnkit.core.capture.pyg import attention_convolutions, softmax_replaced
-from attnkit.core.capture.watch import told_of_attention
+from attnkit.core.capture.watch import LayerChoice, Layers, told_of_attention
 from attnkit.core.running import module_name, undisturbed
 from attnkit.interpret.console import text_table
 from attnkit.interpret.head_measures import Sampling, measure_edges, measure_tokens

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.capture.calls import AttentionCall
-from attnkit.core.capture.layers import LayerChoice
-from attnkit.core.capture.watch import watch_attention
+from attnkit.core.capture.watch import LayerChoice, watch_attention
 from attnkit.interpret.methods.grid import (
     Grid,
     heads_joined,

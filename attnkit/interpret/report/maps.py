@@ -26,7 +26,7 @@ from attnkit.interpret.trust.curves import gaps_of
 from attnkit.interpret.trust.removal import REMOVALS
 from attnkit.interpret.trust.result import Fall, Trust, verdict
 from attnkit.lightning.protocols import Explained
-from attnkit.metrics.localisation import area, mass
+from attnkit.metrics.maps import area, mass
 
 
 class _Maps(NamedTuple):

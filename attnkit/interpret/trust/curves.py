@@ -15,7 +15,7 @@ from attnkit.interpret.methods.question import Classes, Question, Target, lookin
 from attnkit.interpret.quantity import Of
 from attnkit.interpret.trust.removal import Answer, Grid, Maps, on_grid, removal_grid
 from attnkit.interpret.trust.removal import removal as removal_of
-from attnkit.metrics.perturbation import perturbation_gap
+from attnkit.metrics.maps import perturbation_gap
 
 FRACTIONS = (0.2, 0.5)
 FULL_FRACTIONS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)

@@ -46,7 +46,7 @@ from attnkit.interpret.trust.result import (
     Trust,
     verdict,
 )
-from attnkit.metrics.localisation import area, check_maps, covered, mass, pointing
+from attnkit.metrics.maps import area, check_maps, covered, mass, pointing
 
 SAID_SHARE = 0.2
 """A sentence reports the loss at the point of the curves that is nearest to this share."""

@@ -24,7 +24,7 @@ from attnkit.interpret.trust.curves import (
     removed_counts,
     shares,
 )
-from attnkit.metrics.perturbation import perturbation_gap
+from attnkit.metrics.maps import perturbation_gap
 
 ORDERS = 64
 """Number of random orders, half of which are the others reversed."""

@@ -18,7 +18,7 @@ import torch
 from lightning import LightningModule
 from torch import Tensor
 
-from attnkit.lightning.build.build import build, find
+from attnkit.lightning.build import build, find
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import refuse_url, write_text
 from attnkit.lightning.modules.module import untrained

@@ -8,7 +8,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from attnkit.lightning.files import replacing
-from attnkit.lightning.studies.study import PRUNED, make_pruner, open_study
+from attnkit.lightning.study import PRUNED, make_pruner, open_study
 
 
 class Pruning(Callback):

@@ -1,5 +1,6 @@
-"""Tables and pictures of a test of several labels, or of numbers."""
+"""Tables and pictures of a test: of classes, of several labels, of numbers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,78 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
-from attnkit.lightning.callbacks.class_report import ClassScore
 from attnkit.lightning.console import in_line, in_picture
 from attnkit.lightning.files import replacing, write_csv
+from attnkit.lightning.modules.classification import ClassScore
 from attnkit.lightning.modules.values import ranks_of
+
+_MAX_NUMBERS = 20
+_MAX_NAMES = 100
+
+
+class ClassReport(Callback):
+    """Writes `per_class.csv` and `confusion_matrix.png` for a test of a `ClassificationModule`.
+
+    The picture is drawn for up to 1,000 classes. The first process writes.
+
+    Args:
+        folder: output folder, created if it does not exist.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().absolute()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        scores = getattr(pl_module, "class_scores", None)
+        confusion = getattr(pl_module, "confusion", None)
+        if not trainer.is_global_zero or scores is None:
+            return
+        columns = (scores[0] if scores else ClassScore)._fields[1:]
+        write_csv(self.folder / "per_class.csv", ("class", *columns), scores)
+        if confusion is not None:
+            names = [score.name for score in scores]
+            draw_confusion(confusion, names, self.folder / "confusion_matrix.png")
+
+
+def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) -> None:
+    """Draw the matrix as a picture: rows are true classes, colours are shares of the row.
+
+    Args:
+        confusion: counts [true classes, predicted classes].
+        class_names: labels of the axes for up to 100 classes; counts are written for up to 20.
+        path: PNG file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = len(class_names)
+    counts = confusion.cpu().double()
+    shares = (counts / counts.sum(dim=1, keepdim=True).clamp_min(1)).numpy()
+    side = min(max(4.0, 2 + 0.45 * count), 20.0)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    FigureCanvasAgg(figure)  # no global state, no display
+    axes = figure.add_subplot(xlabel="predicted", ylabel="true")
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
+    if count <= _MAX_NAMES:
+        size = 10 if count <= _MAX_NUMBERS else 6
+        names = [in_picture(_short(in_line(name))) for name in class_names]
+        upright = 90 if max(map(len, names)) > 4 else 0
+        axes.set_xticks(range(count), names, rotation=upright, fontsize=size)
+        axes.set_yticks(range(count), names, fontsize=size)
+    if count <= _MAX_NUMBERS:
+        for row in range(count):
+            for column in range(count):
+                if number := int(counts[row, column]):
+                    colour = "white" if shares[row, column] > 0.5 else "black"
+                    axes.text(column, row, str(number), color=colour, ha="center", va="center")
+    with replacing(path) as file:
+        figure.savefig(file, format="png", dpi=120, bbox_inches="tight")
+
+
+def _short(name: str, length: int = 20) -> str:
+    return name if len(name) <= length else name[: length - 1] + "…"
+
 
 _MAX_DRAWN = 60
 

@@ -1,4 +1,5 @@
-"""Public tables of packages whose names are imported when they are first used.
+"""Names: public tables of packages whose names are imported when they are first used, and the name
+most similar to a wrong one, for error messages.
 
 A package writes its names once, as imports that only type checkers run:
 
@@ -15,6 +16,8 @@ where there may be a file ast.py.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib import import_module
 
 TYPE_CHECKING = False  # type checkers treat this name like typing.TYPE_CHECKING
@@ -63,3 +66,13 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         return sorted({*names, *homes(package)})
 
     return getattr_, dir_
+
+
+def nearest(name: object, names: Iterable[str], *, cutoff: float = 0.55) -> str:
+    """Return `; did you mean …?` with the most similar of the names, or "".
+
+    Args:
+        cutoff: the least similarity, from 0 to 1.
+    """
+    close = get_close_matches(str(name), list(names), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,13 +1,71 @@
-"""Metrics of whether maps point to known objects."""
+"""Metrics of maps: whether they lie on the object, and what the removal of patches does."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
-from attnkit.metrics.mean_over_images import MeanOverImages
+
+class MeanOverImages(Metric):
+    """The mean of a number that each image has; its standard error on request.
+
+    Only four sums are stored, which are added over ranks.
+
+    Args:
+        over_chance: whether the mean is divided by the mean score by chance.
+        **kwargs: of `torchmetrics.Metric`.
+
+    Raises:
+        ValueError: in `compute`, no images at all.
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    state: str
+    """The name of the state. A `MetricCollection` merges metrics whose states have equal names and,
+    at the first batch, equal values, so each kind needs its own name."""
+
+    def __init__(self, *, over_chance: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.over_chance = over_chance
+        self.add_state(self.state, torch.zeros(4), dist_reduce_fx="sum")
+
+    def add(
+        self, values: Annotated[Tensor, "batch"], chances: Annotated[Tensor, "batch"] | None = None
+    ) -> None:
+        """Add the numbers of some images, and their scores by chance."""
+        chances = torch.zeros_like(values) if chances is None else chances
+        of_batch = torch.stack((values, values.square(), torch.ones_like(values), chances)).sum(1)
+        setattr(self, self.state, getattr(self, self.state) + of_batch.to(self.device))
+
+    def compute(self) -> Annotated[Tensor, ""]:
+        """Return the mean over the images, divided by that of chance with `over_chance`."""
+        total, _, count, chances = self._sums()
+        return total / (chances if self.over_chance else count)
+
+    def standard_error(self) -> Annotated[Tensor, ""]:
+        """Return the standard error of the mean, √(variance / images); NaN for one image.
+
+        With several processes all must call it, and each gets that over all images. Chance counts
+        as known exactly.
+        """
+        with self.sync_context(dist_sync_fn=self.dist_sync_fn, should_sync=self._to_sync):
+            total, squares, count, chances = self._sums()
+        variance = (squares - total.square() / count).clamp(min=0) / (count - 1)
+        error = (variance / count).sqrt()
+        return error * count / chances if self.over_chance else error
+
+    def _sums(self) -> Tensor:
+        sums = getattr(self, self.state)
+        if not sums[2]:
+            raise ValueError(f"{type(self).__name__}: expected images to score, got none")
+        return sums
+
 
 Maps = Annotated[Tensor, "batch map_height map_width"]
 Masks = Annotated[Tensor, "batch height width", bool]
@@ -150,3 +208,81 @@ def check_maps(maps: Tensor, masks: Tensor) -> None:
 
 def _kind(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+Curves = Annotated[Tensor, "batch points"]
+
+
+class PerturbationGap(MeanOverImages):
+    """The area under the curve of least-first removal minus that of most-first removal.
+
+        gap = ∫ y_least(s) ds − ∫ y_most(s) ds,   s the share of the image that is removed
+
+    by trapezia, for each image, and the mean over the images. y is the probability or the logit of
+    the target; in least-first order the places that the map ranks lowest go first. A random map
+    has expectation 0, whatever replaces the removed places; this holds for neither area alone.
+    `attnkit.perturbation_curves` makes the curves of any map.
+
+    Source: the area between perturbation curves of Tomsett et al. (Sanity checks for saliency
+    metrics, 2020) and others, of the removals of Samek et al. (2017). Both end points count here.
+
+    Args:
+        **kwargs: of `torchmetrics.Metric`.
+
+    Raises:
+        ValueError: curves of different shapes, shares that do not rise from 0 to 1; in `compute`,
+            no images at all.
+    """
+
+    state = "gaps"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+    def update(
+        self,
+        most_first: Curves,
+        least_first: Curves,
+        removed: Annotated[Tensor, "points"] | None = None,
+    ) -> None:
+        """Add the curves of some images.
+
+        Args:
+            most_first, least_first: the target's value at each share removed, in the two orders.
+            removed: those shares, rising from 0 to 1; None: evenly spaced.
+        """
+        self.add(perturbation_gap(most_first, least_first, removed))
+
+
+def perturbation_gap(
+    most_first: Annotated[Tensor, "*batch points"],
+    least_first: Annotated[Tensor, "*batch points"],
+    removed: Annotated[Tensor, "points"] | None = None,
+) -> Annotated[Tensor, "*batch"]:
+    """Return the area between the two curves of each image; arguments as in the metric."""
+    if most_first.shape != least_first.shape:
+        raise ValueError(
+            f"least_first: expected the shape of most_first {list(most_first.shape)}, "
+            f"got {list(least_first.shape)}"
+        )
+    points = most_first.shape[-1] if most_first.ndim else 0
+    if points < 2:
+        raise ValueError(
+            "most_first: expected [batch, points] with 2 points or more, "
+            f"got the shape {list(most_first.shape)}"
+        )
+    if removed is None:
+        removed = torch.linspace(0, 1, points, device=most_first.device)
+    check_removed(removed, points)
+    return torch.trapezoid(least_first - most_first, removed.to(most_first), dim=-1)
+
+
+def check_removed(removed: Tensor, points: int) -> None:
+    """Raise a ValueError unless `removed` are `points` shares that rise from 0 to 1."""
+    if list(removed.shape) != [points]:
+        raise ValueError(
+            f"removed: expected {points} shares, as the curves have points, "
+            f"got the shape {list(removed.shape)}"
+        )
+    if removed[0] != 0 or removed[-1] != 1 or not (removed.diff() >= 0).all():
+        raise ValueError(f"removed: expected shares rising from 0 to 1, got {removed.tolist()}")
