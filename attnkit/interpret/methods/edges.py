@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attnkit.core.capture.calls import EdgeCall
-from attnkit.interpret.methods.controls import drawn
-from attnkit.interpret.progress import shown
+from attnkit.interpret.console import shown
+from attnkit.interpret.methods.gradients import drawn
 
 if TYPE_CHECKING:
-    from attnkit.interpret.graphs.question import GraphQuestion
+    from attnkit.interpret.methods.graph_question import GraphQuestion
 
 
 def attention(question: GraphQuestion) -> Tensor:

@@ -15,8 +15,8 @@ from attnkit.core.capture.calls import EdgeCall
 from attnkit.core.capture.watch import watch_attention
 from attnkit.core.masks.edges import Edges
 from attnkit.core.multihead import MultiHeadAttention
+from attnkit.interpret.console import shown
 from attnkit.interpret.methods.question import Layers, Target, logits_of
-from attnkit.interpret.progress import shown
 from attnkit.interpret.quantity import Of
 from attnkit.layers.graph.attention import GraphAttention
 

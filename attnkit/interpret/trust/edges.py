@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
-from attnkit.interpret.graphs.question import GraphQuestion, Index
+from attnkit.interpret.methods.graph_question import GraphQuestion, Index
 from attnkit.interpret.methods.question import looking
 from attnkit.interpret.quantity import Of, Quantity
 from attnkit.interpret.trust.curves import answers_without

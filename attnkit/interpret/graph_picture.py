@@ -14,8 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch
 from torch import Tensor
 
-from attnkit.interpret.graphs.fidelity import EdgeFidelity
-from attnkit.interpret.graphs.question import Index, nodes_of, steps_to
+from attnkit.interpret.methods.graph_question import Index, nodes_of, steps_to
+from attnkit.interpret.trust.edges import EdgeFidelity
 from attnkit.lightning.console import in_picture
 
 MOST_RANKED, MOST_EDGES = 24, 120

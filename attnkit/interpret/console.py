@@ -1,13 +1,33 @@
-"""A progress bar for work that takes many forwards."""
+"""What results and long computations write to the terminal: tables of text and a progress bar."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
+
+
+def text_table(rows: Iterable[Sequence[object]], num_left: int = 1) -> str:
+    """Return rows of cells as lines, with two spaces between columns.
+
+    Args:
+        rows: rows of the same length, the heading first.
+        num_left: number of first columns that are left-aligned; the others are right-aligned.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if place < num_left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
 
 SECONDS_WITHOUT_PROGRESS = 2.0
 _bar: ContextVar[Progress | None] = ContextVar("bar", default=None)
