@@ -6,7 +6,7 @@ when its name is first used, so that code which only needs `UserError` does not 
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
     from attnkit.lightning.build import allowing

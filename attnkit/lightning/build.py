@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.lightning.errors import RunError, UserError, first_line
 
 # Modules with their submodules; their parents may only be passed through (`lightning.Trainer`).
@@ -63,7 +63,7 @@ KINDS = (
     "torch.optim.lr_scheduler.LRScheduler",
     "attnkit.lightning.export.Export",
     "attnkit.interpret.report.report.Report",
-    "attnkit.tasks.graphs.links.data.Links",
+    "attnkit.tasks.graphs.link_data.Links",
     "lightning.Callback",
     "lightning.LightningDataModule",
     "lightning.Trainer",

@@ -14,7 +14,7 @@ Metrics of maps over whole test sets are `PerturbationGap`, `PointingGame` and `
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
     from attnkit.metrics.bleu import BLEU

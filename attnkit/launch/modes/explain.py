@@ -11,7 +11,7 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Subset
 
-from attnkit.interpret.progress import steps
+from attnkit.interpret.console import steps
 from attnkit.interpret.report import Report
 from attnkit.launch import folder as folders
 from attnkit.launch.config.signatures import takes_images
