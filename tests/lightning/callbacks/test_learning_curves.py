@@ -69,7 +69,7 @@ def test_drawn_when_training_fails(small_net, loader, make_trainer, tmp_path):
     ],
 )
 def test_loss_comes_first_and_stages_share_a_panel(names, titles, labels):
-    figure = draw_curves(dict.fromkeys(names, [(1.0, 0.5), (2.0, 0.25)]))
+    figure = draw_curves({name: [(1.0, 0.5), (2.0, 0.25)] for name in names})
     assert [axes.get_title() for axes in figure.axes] == titles
     assert [line.get_label() for line in figure.axes[0].lines] == labels
 
