@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from attnkit.launch.config import schema
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule, untrained
 

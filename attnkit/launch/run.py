@@ -24,11 +24,11 @@ from attnkit.launch.modes import mode_of, named
 from attnkit.launch.parts import fill, module_parts, rehearse
 from attnkit.launch.trainer import Elapsed, make_trainer
 from attnkit.lightning._private import report_lost_batches
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers import WandbRun
+from attnkit.lightning.modules.checks import unlogged
 from attnkit.lightning.modules.module import TaskModule
-from attnkit.lightning.modules.monitors import unlogged
 from attnkit.lightning.protocols import DescribedData
 from attnkit.lightning.resume import checkpoints
 
