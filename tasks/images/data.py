@@ -113,10 +113,12 @@ class SplitImages(SplitData):
     def load(self) -> Any:
         """Return the splits that exist."""
 
-    @abstractmethod
     def split_rows(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:
         """Return the indices of the images that stay in train, then those of each split-off
-        part."""
+        part, drawn at random from the seed."""
+        counts = [round(fraction * len(train)) for fraction in fractions]
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.seed))
+        return [part.sort().values for part in order.split([len(train) - sum(counts), *counts])]
 
     def with_missing_splits(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return all splits, taking missing ones from train; equal files stay together.
