@@ -15,7 +15,7 @@ from attnkit.interpret.progress import steps
 from attnkit.interpret.report import Report
 from attnkit.launch import folder as folders
 from attnkit.launch.config.signatures import takes_images
-from attnkit.launch.parts import fill
+from attnkit.launch.run import fill
 from attnkit.lightning.build.build import build
 from attnkit.lightning.console import say, say_table
 from attnkit.lightning.errors import UserError, first_line
