@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.lightning.errors import UserError
 
 USAGE = """\

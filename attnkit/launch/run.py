@@ -7,7 +7,6 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,16 @@ from torch import nn
 
 from attnkit.launch import folder as folders
 from attnkit.launch.config import schema
+from attnkit.launch.config.schema import fill
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.modes import mode_of, named
 from attnkit.launch.trainer import Elapsed, make_trainer
 from attnkit.lightning._private import report_lost_batches
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers import WandbRun
+from attnkit.lightning.modules.checks import unlogged
 from attnkit.lightning.modules.module import TaskModule, untrained
-from attnkit.lightning.modules.monitors import unlogged
 from attnkit.lightning.protocols import DescribedData
 from attnkit.lightning.resume import checkpoints
 
@@ -405,8 +405,3 @@ def _module_parts(config: Mapping[str, Any], *, is_trained: bool = False) -> dic
         if is_trained:
             parts["model"] = untrained(parts["model"])
     return parts
-
-
-def fill(node: dict[str, Any], facts: Mapping[str, Any]) -> None:
-    """Replace nulls of a configuration by the facts of the same name."""
-    node.update({k: deepcopy(facts[k]) for k, v in node.items() if v is None and k in facts})

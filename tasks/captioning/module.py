@@ -11,13 +11,13 @@ from torchmetrics import Metric
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning import TaskModule
-from attnkit.lightning.export.program import Program
-from attnkit.lightning.modules.classification import mean_of_losses
-from attnkit.lightning.modules.monitors import (
+from attnkit.lightning.export import Program
+from attnkit.lightning.modules.checks import (
     check_directions,
     check_monitors,
     validates_as_known,
 )
+from attnkit.lightning.modules.classification import mean_of_losses
 from attnkit.lightning.protocols import Explained
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioning.captioner import Captioner

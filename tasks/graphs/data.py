@@ -15,7 +15,7 @@ from torch_geometric.utils import homophily
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.operators.sparse import with_values
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.trained_on import KnowsItsTraining, unknown_part, was_trained_on
+from attnkit.lightning.modules.module import TaskModule, unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import EpochSampler
 from attnkit.tasks.graphs.checks import (
     CARRIED,
@@ -306,7 +306,7 @@ class GraphDataModule(DescribedGraphs):
         )
 
     def training_keys(self) -> Tensor:
-        """Return keys of the nodes of train and val, int64 [nodes]; see `KnowsItsTraining`."""
+        """Return keys of the nodes of train and val, int64 [nodes]; see `TaskModule`."""
         if self._link_sets is not None:
             return self._link_sets.training_keys(self._node_keys())
         self._has_trained = True
@@ -322,7 +322,7 @@ class GraphDataModule(DescribedGraphs):
         Nodes that train and test share in this data are kept; training has warned of them.
         """
         graph, module = self.graph, self.trainer.lightning_module if self.trainer else None
-        if not isinstance(module, KnowsItsTraining):
+        if not isinstance(module, TaskModule):
             return self._whole
         known = was_trained_on(module, self._node_keys())
         if known is None:

@@ -12,7 +12,7 @@ from torch_geometric.nn import MessagePassing
 
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.lightning import UserError
-from attnkit.lightning.export.program import Program
+from attnkit.lightning.export import Program
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.models.sgformer import GraphConvolution
 from attnkit.tasks.graphs.checks import CARRIED

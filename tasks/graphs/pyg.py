@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data import Data, Dataset
 
 from attnkit.core.arguments import held_out
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.core.operators.files import cache_folder
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.tasks.graphs.checks import SPLITS

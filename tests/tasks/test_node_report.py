@@ -14,7 +14,7 @@ from torch_geometric.utils import contains_self_loops, homophily, remove_self_lo
 
 import attnkit
 from attnkit.lightning import UserError
-from attnkit.lightning.callbacks.predictions import PredictionsFile
+from attnkit.lightning.callbacks.results import PredictionsFile
 from attnkit.tasks.graphs import (
     GraphDataModule,
     NodeClassification,

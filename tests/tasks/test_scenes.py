@@ -19,6 +19,7 @@ from attnkit.tasks.captioning import (
     words_of,
     words_of_objects,
 )
+from attnkit.tasks.captioning import data as captioning_data
 from attnkit.tasks.captioning.data import compose
 from attnkit.tasks.captioning.grammar import RELATION_OF
 from attnkit.tasks.images.scenes import (
@@ -31,6 +32,9 @@ from attnkit.tasks.images.scenes import (
     SIZES,
     TEXTURES,
     draw,
+)
+from attnkit.tasks.images.scenes import (
+    handwriting as handwriting_of,
 )
 
 VALUES = {"kind": KINDS, "colour": COLOURS, "size": SIZES, "texture": TEXTURES}
@@ -195,7 +199,7 @@ def pairs_of(scene):
 def test_handwriting_of_the_tests_is_not_trained_on(data, monkeypatch):
     parts = [
         {image.tobytes() for images in digits.values() for image in images}
-        for digits in scenes_data.handwriting(data.seed)
+        for digits in handwriting_of(data.seed)
     ]
     assert sum(len(part) for part in parts) == 1797
     assert not parts[0] & parts[1]
@@ -208,7 +212,7 @@ def test_handwriting_of_the_tests_is_not_trained_on(data, monkeypatch):
         assert list(digits) == list(DIGITS)
         return compose(split, 1, side, digits, seed)
 
-    monkeypatch.setattr(scenes_data, "compose", recording)
+    monkeypatch.setattr(captioning_data, "compose", recording)
     ScenesData().setup()
     expected = ("train", "val", "test", "compositional")
     assert used == dict(zip(expected, (*parts, parts[2]), strict=True))
@@ -217,7 +221,7 @@ def test_handwriting_of_the_tests_is_not_trained_on(data, monkeypatch):
 @pytest.mark.parametrize("side", [48, 97])
 def test_masks_and_places(side):
     random = Random(13)
-    handwriting = scenes_data.handwriting(0)[0]
+    handwriting = handwriting_of(0)[0]
     for scene in scenes(200, compositional=True):
         picture = draw(scene, side, handwriting, random)
         assert picture.image.shape == (3, side, side)
@@ -263,7 +267,7 @@ def test_masks_have_the_colour_that_captions_name(data):
 
 
 def test_sizes_can_be_told():
-    random, handwriting = Random(17), scenes_data.handwriting(0)[0]
+    random, handwriting = Random(17), handwriting_of(0)[0]
     sides = {size: [] for size in SIZES}
     for scene in scenes(200):
         masks = draw(scene, 48, handwriting, random).masks

@@ -17,8 +17,7 @@ from attnkit.checks.doctor.cases import COMPARED, DEFINITION, HEAD, PRINTED, Cas
 from attnkit.checks.doctor.report import Fault, Row
 from attnkit.checks.report import share
 from attnkit.checks.run import check_attention
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs
+from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.kernels import ledger
 
 COLUMNS = {

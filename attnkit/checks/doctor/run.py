@@ -21,7 +21,7 @@ from attnkit.checks.doctor.report import DoctorReport, Fault, Row
 from attnkit.checks.doctor.times import timed_cases, times
 from attnkit.core.hidden import HIDING
 from attnkit.core.kernels import ledger
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.core.operators.precision import EXACT
 
 Progress = Callable[[float, str], None]

@@ -13,7 +13,7 @@ from typing import Any
 
 from attnkit.launch.config import signatures
 from attnkit.launch.config.files import Origins
-from attnkit.lightning.build import allowlist
+from attnkit.lightning import build as allowed
 from attnkit.lightning.errors import UserError
 
 
@@ -43,10 +43,10 @@ class Consent:
             package = target.partition(".")[0]
             if self._holds(package):
                 named[package] = None
-            problem = allowlist.objection(target, tuple(named))
+            problem = allowed.objection(target, tuple(named))
             if problem is None or (
                 package.isidentifier()
-                and allowlist.is_unknown(package)
+                and allowed.is_unknown(package)
                 and not signatures.source_of(package)
             ):
                 continue  # there is no such package; validate() has a better message for that
@@ -55,7 +55,7 @@ class Consent:
 
     def _holds(self, package: str) -> bool:
         """Return whether a package lies in the user's folder itself, not in an environment."""
-        if self.folder is None or not allowlist.is_unknown(package):
+        if self.folder is None or not allowed.is_unknown(package):
             return False
         source = signatures.source_of(package)
         if source is None:
@@ -71,7 +71,7 @@ def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str
         raise UserError("allow: set in a file; packages can be allowed only on the command line")
     packages = tuple(map(str, allow)) if not isinstance(allow, str) else (allow,)
     for package in packages:
-        if not package.isidentifier() or not allowlist.is_unknown(package):
+        if not package.isidentifier() or not allowed.is_unknown(package):
             raise UserError(f"allow: expected packages of your own, got {package!r}")
     return packages
 

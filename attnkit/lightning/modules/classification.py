@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -19,18 +20,32 @@ from torchmetrics.classification import (
 
 from attnkit.core.arguments import at_least
 from attnkit.lightning import _private as private
-from attnkit.lightning.callbacks.class_report import ClassScore, class_scores, show_class_scores
+from attnkit.lightning.console import cell, say_table
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.module import TaskModule
-from attnkit.lightning.modules.monitors import (
+from attnkit.lightning.modules.checks import (
     check_directions,
     check_monitors,
     validates_as_known,
 )
+from attnkit.lightning.modules.module import TaskModule
 
 ClassWeights = Literal["balanced"] | Sequence[float] | Mapping[str, float]
+_MAX_SHOWN = 40
 MAX_CONFUSION_CLASSES = 1000
 MAX_COLUMNS = 1000  # classes with a column each in predictions.csv
+
+
+class ClassScore(NamedTuple):
+    """The scores of one class; None where a ratio has no denominator.
+
+    `support` is the number of samples of the class.
+    """
+
+    name: str
+    precision: float | None
+    recall: float | None
+    f1: float | None
+    support: int
 
 
 class ClassificationModule(TaskModule):
@@ -251,3 +266,37 @@ def mean_of_losses() -> MeanMetric:
     # A NaN must show in the result, and looking for one would stop the GPU at every step. With
     # "disable", torchmetrics 1.9 also ignores the weights of its values: give it one per sample.
     return MeanMetric(nan_strategy="disable")
+
+
+def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:
+    """Return scores from counts [classes, 5]: true positives, false positives, true negatives,
+    false negatives, support."""
+    scores = []
+    for name, (hits, false, _, misses, support) in zip(class_names, stats.tolist(), strict=True):
+        precision, recall = _ratio(hits, hits + false), _ratio(hits, hits + misses)
+        f1 = _ratio(2 * hits, 2 * hits + false + misses)
+        scores.append(ClassScore(name, precision, recall, f1, int(support)))
+    return scores
+
+
+def show_class_scores(scores: Sequence[ClassScore], kind: str = "class") -> None:
+    """Print a table on screen and in run.log; of many classes, those with samples and the lowest F1
+    come first and the rest is left out."""
+    shown = list(scores)
+    title = f"test, per {kind}"
+    if len(scores) > _MAX_SHOWN:
+        worst = sorted(scores, key=lambda s: (not s.support, -1.0 if s.f1 is None else s.f1))
+        shown = worst[:_MAX_SHOWN]
+        title += f": the {_MAX_SHOWN} of {len(scores)} with the lowest F1"
+    table = Table(title=title)
+    table.add_column(kind)
+    for column in scores[0]._fields[1:]:
+        table.add_column(column, justify="right")
+    for score in shown:
+        texts = ["–" if ratio is None else f"{100 * ratio:.1f} %" for ratio in score[1:-1]]
+        table.add_row(cell(score.name), *texts, str(score.support))
+    say_table(table)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -15,13 +15,13 @@ from torchmetrics.functional.classification import binary_auroc, binary_average_
 from attnkit.core.arguments import at_least, choice
 from attnkit.lightning import _private as private
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.classification import mean_of_losses, probability_columns
-from attnkit.lightning.modules.module import TaskModule
-from attnkit.lightning.modules.monitors import (
+from attnkit.lightning.modules.checks import (
     check_directions,
     check_monitors,
     validates_as_known,
 )
+from attnkit.lightning.modules.classification import mean_of_losses, probability_columns
+from attnkit.lightning.modules.module import TaskModule
 
 
 class ValuesModule(TaskModule):

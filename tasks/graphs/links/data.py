@@ -15,7 +15,7 @@ from torch_geometric.utils import is_undirected
 
 from attnkit.core.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.trained_on import KnowsItsTraining, unknown_part, was_trained_on
+from attnkit.lightning.modules.module import TaskModule, unknown_part, was_trained_on
 from attnkit.tasks.graphs.checks import CARRIED, SPLITS
 from attnkit.tasks.graphs.links.absent import AbsentPairs
 from attnkit.tasks.graphs.links.given import HeldOut
@@ -234,7 +234,7 @@ class LinkSets:
             UserError: the module was trained on all edges.
         """
         items = RankedLinks(self.splits["test"], self, "test")
-        if not isinstance(module, KnowsItsTraining):
+        if not isinstance(module, TaskModule):
             return items
         keys = self.keys(node_keys, items.pairs)
         known = was_trained_on(module, keys)
@@ -257,7 +257,7 @@ class LinkSets:
         return items
 
     def training_keys(self, node_keys: Tensor) -> Tensor:
-        """Return keys of the edges of train and val; see `KnowsItsTraining`."""
+        """Return keys of the edges of train and val; see `TaskModule`."""
         pairs = [self.splits[name].edge_label_index for name in ("train", "val")]
         return self.keys(node_keys, torch.cat(pairs, dim=1))
 

@@ -11,8 +11,8 @@ from torch_geometric.data import Data
 from attnkit.core.capture.watch import told_of_attention
 from attnkit.core.kernels.record import unrecorded
 from attnkit.core.running import undisturbed
-from attnkit.interpret.diagnosis.diagnose import Recorder
-from attnkit.interpret.diagnosis.measures import Sampling
+from attnkit.interpret.diagnosis import Recorder
+from attnkit.interpret.head_measures import Sampling
 from attnkit.interpret.picture import save
 from attnkit.lightning.console import say
 from attnkit.lightning.files import write_csv

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_precision_recall_curve
 
 from attnkit.core.arguments import at_least
-from attnkit.interpret.graphs.picture import empty_figure
+from attnkit.interpret.graph_picture import empty_figure
 from attnkit.interpret.picture import save
 from attnkit.lightning.files import write_csv
 from attnkit.tasks.graphs.report.attended import gathered

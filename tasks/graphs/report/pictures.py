@@ -8,7 +8,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnkit.interpret.graphs.picture import empty_figure
+from attnkit.interpret.graph_picture import empty_figure
 from attnkit.tasks.graphs.report.neighbourhoods import GroupScore
 
 _TITLES = {
