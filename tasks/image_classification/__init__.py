@@ -3,7 +3,7 @@ values."""
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
     from attnkit.tasks.image_classification.augment import Augment as Augment

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from attnkit.core.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.trained_on import unknown_part, was_trained_on
+from attnkit.lightning.modules.module import unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import ResumableSampler
 from attnkit.tasks.images.decode import (
     Depth,
@@ -204,7 +204,7 @@ class SplitImages(SplitData):
 
     def training_keys(self) -> Tensor:
         """Return the keys of the images of train and val, int64 [images]; see
-        `KnowsItsTraining`."""
+        `TaskModule`."""
         return torch.cat([self.sets[split].keys() for split in ("train", "val")])
 
     def _split_whole(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:

@@ -22,7 +22,7 @@ from attnkit.tasks.images.sizes import Size, sides
 from attnkit.tasks.segmentation.data import IGNORED, resized
 
 if TYPE_CHECKING:
-    from attnkit.lightning.export.program import Program
+    from attnkit.lightning.export import Program
 
 
 def slide(
@@ -290,7 +290,7 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
     def programs(self) -> dict[str, "Program"]:
         """Return the program to export: `model` maps uint8 images of one size to logits of
         pixels."""
-        from attnkit.lightning.export.program import Program
+        from attnkit.lightning.export import Program
 
         high, wide = sides(self.image_size or 0)
         shape = (self.in_channels, high, wide)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from attnkit.core.arguments import at_least
 from attnkit.core.masks.base import Mask, register
-from attnkit.core.positions.rotary import Rotary2d
+from attnkit.core.positions.relative import Rotary2d
 from attnkit.interop import from_timm
 from attnkit.models.vit import Images, ViT
 from attnkit.tasks.images.sizes import Size, sides

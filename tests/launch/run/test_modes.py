@@ -17,7 +17,7 @@ from attnkit.launch.config.permission import Consent
 from attnkit.launch.decide import Request
 from attnkit.launch.modes import MODES, Mode, bench
 from attnkit.launch.modes.rules import check_uses
-from attnkit.lightning.build import build as building
+from attnkit.lightning import build as building
 from attnkit.lightning.errors import UserError
 
 SMALL = ("model.dim=16", "model.depth=1", "model.num_heads=1", "trainer.limit_batches=2")
