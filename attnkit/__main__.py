@@ -7,8 +7,12 @@ import sys
 def main() -> int:
     """Run the command line; returns the exit code."""
     from attnkit.launch.errors import guarded
-    from attnkit.launch.processes.python import limit_spinning, print_anything
-    from attnkit.launch.signals import end_on_signals, ignore_signals
+    from attnkit.launch.processes.process import (
+        end_on_signals,
+        ignore_signals,
+        limit_spinning,
+        print_anything,
+    )
 
     limit_spinning()
     print_anything()

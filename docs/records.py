@@ -7,7 +7,7 @@ import csv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from attnkit.launch.records.record import Record, grouped, read, verdict
+from attnkit.launch.records import Record, grouped, read, verdict
 
 HEAD = """# Records
 

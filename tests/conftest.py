@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from attnkit.launch.processes.python import SPINS
+from attnkit.launch.processes.process import SPINS
 
 # Before torch is imported; subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

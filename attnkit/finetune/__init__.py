@@ -11,12 +11,18 @@ This file is the public table and nothing else.
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
     from attnkit.finetune.adapter import load_adapter, save_adapter
-    from attnkit.finetune.lora_linear import LoRALinear
-    from attnkit.finetune.low_rank import lora, merge, merge_state_dict, merged, unmerge
+    from attnkit.finetune.lora_linear import (
+        LoRALinear,
+        lora,
+        merge,
+        merge_state_dict,
+        merged,
+        unmerge,
+    )
     from attnkit.finetune.methods import bitfit, full, head_only, last_blocks
     from attnkit.finetune.record import FineTuned, finetuned
 else:

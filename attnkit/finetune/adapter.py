@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnkit.finetune.low_rank import lora
+from attnkit.finetune.lora_linear import lora
 from attnkit.finetune.methods import bitfit, full, head_only, last_blocks
 from attnkit.finetune.record import finetuned
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from attnkit.finetune.low_rank import merged
+from attnkit.finetune.lora_linear import merged
 
 
 def trained_layers(network: nn.Module) -> Counter[str]:

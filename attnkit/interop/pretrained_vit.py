@@ -11,8 +11,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor
 
 from attnkit.interop.carry import shortened
-from attnkit.interop.timm_names import named_as_ours
-from attnkit.interop.vision import from_timm
+from attnkit.interop.vision import from_timm, named_as_ours
 from attnkit.models.backbones import timm_backbone
 from attnkit.models.vit import ViT
 from attnkit.models.weights import (

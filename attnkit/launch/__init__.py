@@ -3,16 +3,15 @@
 main       command-line arguments, help, exit codes
 api        the same from Python: attnkit.run, attnkit.sweep
 command    commands and overrides as text
-errors, signals   how a command ends
+errors     how a command ends
 config/    turns a command line into one plain, checked configuration (the only Hydra)
 decide     turns that configuration into a job, which is plain data
 several    carries out the runs of a job: folders, seeds, processes, results
-run        one run: its data, module and trainer (parts, trainer)
+run        one run: its data, module and trainer (trainer)
 modes/     the table of modes, and a file for what each mode does
-folder, provenance, console   run folders, origin.json, printed output and run.log
-measure/   run=check and run=bench
-records/   run=reproduce: experiments with published results
-processes/ ranks, torchrun and srun, GPUs, locks, OpenMP
+folder, console   run folders, printed output and run.log
+records, reproduce   run=reproduce: experiments with published results
+processes/ this process, ranks, torchrun and srun, locks
 sweep/     many runs: trials, launchers, resuming, studies by Optuna, ranking and report
 """
 

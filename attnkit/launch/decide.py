@@ -10,12 +10,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from attnkit.launch import folder as folders
-from attnkit.launch import provenance
 from attnkit.launch.command import command_line, dotted_key, literal, permission
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer, task_config
+from attnkit.launch.config.files import Origins, Source
 from attnkit.launch.config.permission import Consent, allowed_by
-from attnkit.launch.config.sources import Origins, Source
 from attnkit.launch.config.validate import validate
 from attnkit.launch.modes import Mode, mode_of, named
 from attnkit.launch.modes.rules import check_uses
@@ -262,7 +261,7 @@ def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str,
 def _num_splits(node: Mapping[str, Any]) -> int | None:
     """Read the data and return its number of fixed splits; None if it has no `num_splits`."""
     from attnkit.launch import console  # imports torch
-    from attnkit.lightning.build.build import build
+    from attnkit.lightning.build import build
 
     console.quiet()
     data = build(node, at="data")
@@ -289,7 +288,7 @@ def _on_base(request: Request, base: Path) -> Request:
     """
     changes = {k: v for k, v in CONTROLS.items() if k not in ("init", "seeds", "splits")}
     saved = folders.read_config(base)
-    for key in provenance.load(base.parent).get("from_data", []):
+    for key in folders.origin(base.parent).get("from_data", []):
         *parts, name = str(key).split(".")
         node: Any = saved
         for part in parts:

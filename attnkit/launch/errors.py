@@ -12,12 +12,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from attnkit.launch.signals import raise_received
+from attnkit.launch.processes.process import raise_received
 from attnkit.lightning.console import visible
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError, first_line
 
 TRACEBACK = "ATTNKIT_TRACEBACK"  # set to 1 to see where an error came from
 WRONG_INPUT, CRASHED, INTERRUPTED = 2, 1, 130
+MOST_HALVINGS = 3  # how often a batch that takes too much memory is halved
 
 # Messages of torch 2.14, its allocators and its backends for errors without a class of their own.
 _KILLED = re.compile(r"DataLoader worker \(pid.*?(is killed by signal: .*?\.|exited unexpectedly)")

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnkit.launch import folder as folders
-from attnkit.launch import provenance
 from attnkit.launch.command import command_line, setting
 from attnkit.launch.decide import Job
-from attnkit.launch.errors import INTERRUPTED, Interrupted, OutOfMemory
+from attnkit.launch.errors import INTERRUPTED, MOST_HALVINGS, Interrupted, OutOfMemory
 from attnkit.launch.processes.locks import holder, locked
+from attnkit.launch.processes.process import raise_received
 from attnkit.launch.processes.torchrun import Launcher
-from attnkit.launch.signals import raise_received
 from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 # Prefixes of results that vary with the seed and therefore get a standard deviation.
 SPREAD = ("test/", "val/")
 
-MOST = 3  # how often a batch is halved at most
 OOM_RETRIES = "oom_retries"  # in results.json
 
 _CLOCKS = {"max_time", "minutes"}  # arguments of the trainer that limit its time
@@ -57,7 +55,7 @@ def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
     run: Run | None = None
     with _run_folder(job):  # refuses a folder in use before torch is imported
         from attnkit.launch import console
-        from attnkit.lightning.build.build import allowing
+        from attnkit.lightning.build import allowing
 
         console.quiet()
         with allowing(*job.allow), console.logging_to(job.folder):
@@ -72,7 +70,7 @@ def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
                 with _held(job, folder):
                     run = _run_one(job, config, launcher)
             console.final(job, _summarise(job))
-            provenance.ended(job.folder, folders.DONE)
+            folders.ended(job.folder, folders.DONE)
     return run
 
 
@@ -106,7 +104,7 @@ def _run_folder(job: Job) -> Iterator[None]:
                 if folders.load_state(path).get("state") == folders.RUNNING:
                     folders.save_state(path, state)
             if job.begun and folder.is_dir():
-                provenance.ended(folder, state)
+                folders.ended(folder, state)
             raise
 
 
@@ -172,13 +170,13 @@ def _start(job: Job, config: dict[str, Any], launcher: Launcher | None) -> Run |
             raise_received()
             run.carry_out()
             return run
-        except _InRanks as ranks:
-            count = ranks.count
-        from attnkit.launch.processes import start_ranks
+        except _InRanks as found:
+            count = found.count
+        from attnkit.launch.processes import ranks
 
         run = None  # the ranks have a model and data of their own
         given = {"run_dir": config["run_dir"], "log": str(job.folder), "alone": job.alone}
-        start_ranks.start({**given, "allow": job.allow, "path": job.paths}, count)
+        ranks.start({**given, "allow": job.allow, "path": job.paths}, count)
         return None
     except (KeyboardInterrupt, StoppedBySignal) as error:
         if not job.begun:
@@ -216,12 +214,12 @@ def _begin(job: Job, launcher: Launcher | None, run: Run) -> None:
     folders.save_config(run.folder, run.config)
     folders.save_state(run.folder, folders.RUNNING)
     if not job.begun:
-        provenance.started(job.folder, job.command, trainer, run.from_data)
+        folders.started(job.folder, job.command, trainer, run.from_data)
         console.header(job, run)
     if run.start:
         console.say(f"from {run.start}: {run.newest.why}")
     job.begun = True
-    if starts_processes(trainer):  # start_ranks does it instead of Lightning
+    if starts_processes(trainer):  # ranks.py does it instead of Lightning
         raise _InRanks(trainer.num_devices)
     if launcher:
         launcher.tell(run_dir=str(run.folder), log=str(job.folder))
@@ -295,7 +293,7 @@ def smaller(config: Mapping[str, Any], tries: int, why: str) -> tuple[dict[str, 
         why: the message of the allocator.
 
     Raises:
-        RunError: there is no batch to halve, or halving it `MOST` times did not help.
+        RunError: there is no batch to halve, or halving it `MOST_HALVINGS` times did not help.
     """
     data, trainer = dict(config.get("data") or {}), dict(config.get("trainer") or {})
     batch, accumulated = data.get("batch_size"), trainer.get("accumulate_grad_batches") or 1
@@ -304,7 +302,7 @@ def smaller(config: Mapping[str, Any], tries: int, why: str) -> tuple[dict[str, 
             f"data.batch_size={'null' if batch is None else batch}"
         )  # fmt: skip
         raise RunError(f"out of memory, and no batch to halve: {what}\n  {why}")
-    if tries >= MOST or batch < 2:
+    if tries >= MOST_HALVINGS or batch < 2:
         halved = f", halved {tries} times" if tries else ""
         raise RunError(
             f"out of memory with batches of {batch}{halved}\n  {why}\n"

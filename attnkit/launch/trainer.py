@@ -13,12 +13,12 @@ from lightning.pytorch.loggers import Logger
 
 from attnkit.launch import folder as folders
 from attnkit.launch.modes import Mode
-from attnkit.launch.signals import raise_received
+from attnkit.launch.processes.process import raise_received
 from attnkit.lightning._private import replace_signal_handling, set_timeout
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import build
 from attnkit.lightning.callbacks.loss import ExactAccumulation
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.modules.monitors import MonitorsInSanityCheck
+from attnkit.lightning.modules.checks import MonitorsInSanityCheck
 from attnkit.lightning.resume.best_and_last import LastCheckpoint
 from attnkit.lightning.resume.checkpoints import SafeCheckpoints
 
@@ -95,7 +95,7 @@ def make_trainer(config: Mapping[str, Any], mode: Mode, asked: Collection[str] =
     if timeout is not None:
         set_timeout(trainer, timedelta(seconds=timeout))
     # On SIGTERM, Lightning broadcasts inside the signal handler and exits with code 0. The callback
-    # SaveOnSignal (during fit) and launch/signals.py (otherwise) handle it instead.
+    # SaveOnSignal (during fit) and processes/process.py (otherwise) handle it instead.
     replace_signal_handling(trainer, raise_received)
     return trainer
 

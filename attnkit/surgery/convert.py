@@ -18,9 +18,9 @@ from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
 from attnkit.interop.carry import has_hooks, joined, refuse
-from attnkit.surgery import adapters, relative, towers, windows
-from attnkit.surgery.timm.forwards import FORWARDS, MIXING, OVER_CHANNELS
-from attnkit.surgery.timm.kept import HeadAttention, Kept
+from attnkit.surgery import adapters, relative, towers
+from attnkit.surgery.kept import HeadAttention, Kept
+from attnkit.surgery.timm_forwards import FORWARDS, MIXING, OVER_CHANNELS
 
 _APART = (
     ("q_proj", "k_proj", "v_proj"),
@@ -290,7 +290,7 @@ def _from_relative(module: Any, changes: Changes) -> adapters.Adapter:
 def _from_swin(module: Any, changes: Changes) -> adapters.Adapter:
     own = _table(module)
     block = _block(module, changes, bias=module.qkv.bias, dropout_p=module.attn_drop.p)
-    return windows.Windows(block, module.proj_drop, own, changes.mask)
+    return adapters.Windows(block, module.proj_drop, own, changes.mask)
 
 
 def _from_swin_v2(module: Any, changes: Changes) -> adapters.Adapter:
@@ -304,7 +304,7 @@ def _from_swin_v2(module: Any, changes: Changes) -> adapters.Adapter:
         dropout_p=module.attn_drop.p,
         score=relative.ClampedCosine(module.logit_scale),
     )
-    return windows.Windows(block, module.proj_drop, own, changes.mask)
+    return adapters.Windows(block, module.proj_drop, own, changes.mask)
 
 
 def _square(module: Any) -> Tensor:
@@ -338,7 +338,7 @@ def _from_torchvision_swin_v2(module: Any, changes: Changes) -> adapters.Adapter
 def _map_windows(
     module: Any, block: MultiHeadAttention, bias: nn.Module, changes: Changes
 ) -> adapters.Adapter:
-    return windows.MapWindows(
+    return adapters.MapWindows(
         block,
         nn.Dropout(module.dropout),
         bias,

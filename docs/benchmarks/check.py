@@ -23,7 +23,7 @@ CHECK = """
 import json, sys, time
 if sys.argv.pop(1) == "cpu":
     time.perf_counter = time.process_time
-from attnkit.launch.measure.check import check
+from attnkit.launch.modes.check import check
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.decide import Request, decide
 figures = check(decide(Request.read(Composer(None), ["run=check", *sys.argv[1:]])))

@@ -20,7 +20,7 @@ from attnkit import (
     Window2d,
     attend,
 )
-from attnkit.core.kernels import recompute, recurrence
+from attnkit.core.kernels import linear, recompute
 from attnkit.core.masks.base import Mask, as_mask
 
 GRID = 9  # tokens of masks that are for one number of them
@@ -342,7 +342,7 @@ def test_compiled_windows_with_values_of_other_channels(mask, value_dim):
 )
 def test_programs_do_not_grow_with_batch_and_tokens(mask, option, monkeypatch):
     monkeypatch.setattr(recompute, "BLOCK_SCORES", {"cpu": 1})
-    monkeypatch.setattr(recurrence, "SEGMENT_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr(linear, "SEGMENT_ELEMENTS", {"cpu": 1})
     more = 4 if mask in CROSS else 0
     module = Attention(mask, option)
     # of these sizes on: below, there are fewer parts than a program may have

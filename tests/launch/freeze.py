@@ -26,8 +26,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from attnkit.launch.help import SHORT, TEMPLATE
-from attnkit.launch.main import main
+from attnkit.launch.main import SHORT, TEMPLATE, main
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("frozen.json")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnkit.launch.help import SHORT, TEMPLATE
-from attnkit.launch.main import main
+from attnkit.launch.main import SHORT, TEMPLATE, main
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from attnkit.launch.config.compose import Composer, readable
 from attnkit.launch.console import logging_to
 from attnkit.launch.decide import Request, decide
 from attnkit.launch.errors import fail
-from attnkit.launch.processes.python import command_of, print_anything
+from attnkit.launch.processes.process import command_of, print_anything
 from attnkit.launch.sweep.record import read_sweep
 from attnkit.lightning import UserError
 from attnkit.lightning.console import cell, in_line, say, visible

@@ -16,7 +16,7 @@ import yaml
 from attnkit.launch.command import command_line
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.decide import Request, decide
-from attnkit.launch.records.record import Data, Figure, read, verdict
+from attnkit.launch.records import Data, Figure, read, verdict
 from attnkit.lightning.errors import UserError
 
 RECORDS = read(Composer().folders)

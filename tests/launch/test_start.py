@@ -53,7 +53,7 @@ def test_garbage_is_collected_while_a_run_goes_on(attnkit, monkeypatch):
         patched.setattr("attnkit.launch.main._parser", lambda: collected.append(gc.isenabled()))
         assert attnkit("task=vit").code == 1  # there is no parser
     monkeypatch.setattr(
-        "attnkit.launch.records.reproduce.command",
+        "attnkit.launch.reproduce.command",
         lambda *_: collected.append(gc.isenabled()) or 0,
     )
     assert attnkit("run=reproduce").code == 0
@@ -79,7 +79,7 @@ def test_a_signal_is_acknowledged_at_once():
     """Whatever then takes its time to end."""
     code = (
         "import time\n"
-        "from attnkit.launch.signals import end_on_signals\n"
+        "from attnkit.launch.processes.process import end_on_signals\n"
         "from attnkit.lightning.errors import StoppedBySignal\n"
         "end_on_signals(acknowledge=True)\n"
         "print('ready', flush=True)\n"

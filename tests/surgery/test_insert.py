@@ -15,7 +15,7 @@ from torch import nn
 
 import attnkit
 from attnkit import count_multiply_adds, insert_attention, remove_attention
-from attnkit.surgery import names
+from attnkit.surgery import insert
 
 NETWORKS = [
     "timm/resnet18",
@@ -587,7 +587,7 @@ def test_report():
 
 def test_names_and_options(monkeypatch):
     table = {"squeeze": SEModule, "narrow": partial(SEModule, rd_ratio=1 / 32)}
-    monkeypatch.setattr(names, "FEATURE_ATTENTION", table)
+    monkeypatch.setattr(insert, "FEATURE_ATTENTION", table)
     for attention, options, width in (
         ("squeeze", {}, 8),
         ("narrow", {}, 8),
@@ -626,7 +626,7 @@ def test_names_and_options(monkeypatch):
 )  # fmt: skip
 def test_what_is_refused(change, error, message, monkeypatch):
     table = {"squeeze": SEModule, "narrow": SEModule}
-    monkeypatch.setattr(names, "FEATURE_ATTENTION", table)
+    monkeypatch.setattr(insert, "FEATURE_ATTENTION", table)
     model = torchvision.models.resnet18(weights=None, num_classes=5)
     given = {"model": model, "attention": SEModule, "example": IMAGES[:1], **change}
     before = state_of(given["model"])

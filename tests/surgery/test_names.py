@@ -15,7 +15,7 @@ from attnkit import (
     SpatialAttention,
     insert_attention,
 )
-from attnkit.surgery.names import FEATURE_ATTENTION, make_feature_attention
+from attnkit.surgery.insert import FEATURE_ATTENTION, make_feature_attention
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "attention"
 

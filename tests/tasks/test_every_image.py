@@ -20,8 +20,7 @@ from attnkit.tasks.image_classification import (
     PredictData,
     describe_batches,
 )
-from attnkit.tasks.images.decode import FLOATS, INTEGERS, read_image
-from attnkit.tasks.images.depths import range_of
+from attnkit.tasks.images.decode import FLOATS, INTEGERS, range_of, read_image
 
 SIDE = 8
 CLASSES = ("ant", "bee")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.edges.weights import edge_weights
+from attnkit.core.kernels.edges.edges import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
 from attnkit.core.operators.precision import no_autocast, wide
 from attnkit.core.weights import Indices, as_indices, of_heads, row_blocks, weights_of_rows

@@ -19,7 +19,7 @@ from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import tensors_within
 from attnkit.core.normalizers import Normalizer, Softmax
-from attnkit.core.operators.modes import has_tangent
+from attnkit.core.operators.cpu import has_tangent
 from attnkit.core.operators.precision import EXACT
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import ScaledDot

@@ -53,9 +53,8 @@ from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.sequences import Packed
-from attnkit.core.operators.modes import is_plain
+from attnkit.core.operators.cpu import TASKS_PAY, is_plain, one_thread_of_torch, run_tasks
 from attnkit.core.operators.precision import EXACT, cast_bias, laid_out, wide
-from attnkit.core.operators.threads import TASKS_PAY, one_thread_of_torch, run_tasks
 
 PAYS = 2**22  # products of channels of a full matrix; with fewer, no plan is made
 VECTORS = 64  # numbers, a multiple of those that torch's loops compute at once

@@ -12,8 +12,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs
+from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.kernels import ledger
 from attnkit.core.kernels.base import Backend
 from attnkit.core.masks.base import Mask
@@ -65,7 +64,7 @@ PLACES = {
     "flash": Place("sdpa.Flash"),
     "efficient": Place("sdpa.Efficient"),
     "linear": Place("linear.LinearKernel", normalizer=Linear),
-    "delta_rule": Place("delta_rule.DeltaRuleKernel", normalizer=DeltaRule),
+    "delta_rule": Place("linear.DeltaRuleKernel", normalizer=DeltaRule),
     "blockwise": Place("reference.Blockwise"),
     "hard": Place("hard.HardKernel", normalizer=Hard),
     "math": Place("sdpa.Math"),

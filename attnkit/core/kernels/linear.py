@@ -1,4 +1,7 @@
-"""Linear attention in time and memory linear in the tokens, which sums over the keys first.
+"""Attention with a memory of fixed size, in time and memory linear in the tokens: linear attention
+and the delta rule. Within a chunk of tokens both are batched matrix products.
+
+Linear attention sums over the keys first:
 
     output_i = φ(q_i) Σ_j φ(k_j)ᵀ v_j / φ(q_i) Σ_j φ(k_j)ᵀ
 
@@ -6,28 +9,47 @@ The sums over the keys are a matrix of head_dim × value_dim and a vector. They 
 as one memory, since the vector is the sum for a value of 1. Causal attention has such a memory for
 each query; it is kept for each chunk of tokens, and the chunk itself adds a small matrix of
 weights.
+
+The delta rule corrects the memory with each token. Within a chunk, the write of token t depends on
+the writes of the tokens before it. One triangular system gives all of them (the UT transform of
+Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, 2024), so
+that only chunks, not tokens, are sequential.
+
+Long sequences are computed in segments, which pass on the memory; the backward recomputes them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import and_
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.base import Backend, are_known, dropout_reasons, empty_reasons
-from attnkit.core.kernels.recurrence import in_chunks, scan, segment_size, size_of_chunk
+from attnkit.core.arguments import at_least, floating
+from attnkit.core.inputs import Inputs, check_inputs
+from attnkit.core.kernels.base import (
+    TRACED_PARTS,
+    Backend,
+    are_known,
+    dropout_reasons,
+    empty_reasons,
+)
 from attnkit.core.masks.sequences import Causal, Packed, Padding
-from attnkit.core.normalizers import Linear
+from attnkit.core.normalizers import DeltaRule, Linear
 from attnkit.core.operators.precision import no_autocast, wide
 
 Features = Callable[[Tensor], Tensor]
 
 CHUNK = 64  # tokens, as a head usually has dimensions: both products then cost the same
+
+# Numbers in one tensor of a segment: few enough for the CPU's cache; elsewhere enough to keep a GPU
+# busy.
+SEGMENT_ELEMENTS = {"cpu": 2**18, "other": 2**24}
 
 
 class LinearKernel(Backend):
@@ -167,3 +189,191 @@ def _with_ones(value: Tensor, state: Tensor) -> Tensor:
 def _normalized(sums: Tensor, dtype: torch.dtype) -> Tensor:
     total = sums[..., -1:]
     return (sums[..., :-1] / total.masked_fill(total == 0, 1.0)).to(dtype)
+
+
+def delta_rule(
+    query: Annotated[Tensor, "batch heads tokens head_dim"],
+    key: Annotated[Tensor, "batch kv_heads tokens head_dim"],
+    value: Annotated[Tensor, "batch kv_heads tokens value_dim"],
+    beta: Annotated[Tensor, "#batch #heads tokens"],
+    state: Annotated[Tensor, "batch heads head_dim value_dim"] | None = None,
+    chunk_size: int = CHUNK,
+) -> tuple[
+    Annotated[Tensor, "batch heads tokens value_dim"],
+    Annotated[Tensor, "batch heads head_dim value_dim"],
+]:
+    """Write values into a memory by the delta rule, and read it after each (Schlag et al., 2021).
+
+        S_t = S_{t−1} + β_t k_t (v_t − S_{t−1}ᵀ k_t)ᵀ,   output_t = S_tᵀ q_t
+
+    This is the plain recurrence: queries and keys are neither scaled nor normalized (Yang et al.
+    2024 scale queries by 1/√head_dim). After a write with β_t = 1 and |k_t| = 1, reading at k_t
+    gives v_t. The memory stays bounded where 0 ≤ β_t |k_t|² ≤ 2. `attend` with `DeltaRule(beta)`
+    applies it to silu(query) and silu(key) at unit length.
+
+    To continue a sequence, token by token or many at a time, pass the returned state:
+
+        output, state = attnkit.delta_rule(query, key, value, beta)
+        next_output, state = attnkit.delta_rule(next_query, next_key, next_value, next_beta, state)
+
+    Time is linear in the tokens; the backward computes the memories of chunks again instead of
+    keeping them. It computes in float32 (float64 if the inputs are).
+
+    Args:
+        query, key, value: kv_heads divides heads, as in `attend`.
+        beta: for each token, the share of the old content that it replaces.
+        state: the memory S_0; zeros if None.
+        chunk_size: the tokens of one triangular system; changes speed, not the result.
+
+    Returns:
+        The output, in the dtype of the query; and the last memory, in float32 (float64 if the
+        inputs are).
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong value, shape or type.
+    """
+    at_least(1, chunk_size=chunk_size)
+    rule = DeltaRule(beta)
+    inputs = check_inputs(query, key, value, mask=Causal("top_left"), normalizer=rule)
+    if state is not None:
+        _check_state(inputs, state)
+    return _delta_rule(inputs, rule.written(inputs), state, chunk_size)
+
+
+class DeltaRuleKernel(Backend):
+    """The kernel for `DeltaRule`, which is causal, in time linear in the tokens."""
+
+    name = "delta_rule"
+    normalizers = (DeltaRule,)
+    has_all_derivatives = True
+
+    def reasons(self, inputs: Inputs) -> Iterator[str]:
+        yield from empty_reasons(inputs)
+        yield from dropout_reasons(inputs)
+
+    def compute(self, inputs: Inputs) -> Tensor:
+        rule = inputs.normalizer
+        assert isinstance(rule, DeltaRule)
+        output, _ = _delta_rule(inputs, rule.written(inputs), features=rule.features)
+        return output
+
+
+def _delta_rule(
+    inputs: Inputs,
+    beta: Tensor,
+    state: Tensor | None = None,
+    chunk_size: int = CHUNK,
+    features: Features = lambda tokens: tokens,
+) -> tuple[Tensor, Tensor]:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    dtype = wide(query.dtype)
+    if state is None:
+        state = query.new_zeros(*query.shape[:2], query.shape[3], value.shape[3])
+    step = partial(_corrected, features, chunk_size)
+    with no_autocast(query):
+        outputs, state = scan(
+            step, state.to(dtype), (query, key, value, beta), segment_size(query, chunk_size)
+        )
+    if not outputs:
+        return value.new_zeros(*query.shape[:3], value.shape[3]), state
+    return torch.cat(outputs, dim=2), state
+
+
+def _corrected(
+    features: Features,
+    chunk_size: int,
+    state: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the output of a segment, and the memory after it."""
+    tokens, groups = query.shape[2], query.shape[1] // key.shape[1]
+    q, k, v = (tensor.to(state.dtype) for tensor in (query, key, value))
+    # keys and values are repeated here, for one segment only
+    heads = features(q), *(t.repeat_interleave(groups, 1) for t in (features(k), v))
+    chunked = (*heads, beta.to(state.dtype)[..., None])
+    q, k, v, b = (in_chunks(tensor, size_of_chunk(chunk_size, tokens)) for tensor in chunked)
+    # a chunk that meets the memory S writes u_t = β_t (v_t − Sᵀ k_t − Σ_{s<t} u_s (k_s·k_t)):
+    # u = own − seen S, whose two parts need no S
+    overlap = b * (k @ k.transpose(-2, -1))
+    # solve_triangular reads only the part of the overlap below its diagonal
+    solved = torch.linalg.solve_triangular(
+        overlap, b * torch.cat([v, k], dim=-1), upper=False, unitriangular=True
+    )
+    own, seen = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    states, writes = [], []
+    chunks = zip(own.unbind(2), seen.unbind(2), k.transpose(-2, -1).unbind(2), strict=True)
+    for own_, seen_, key_ in chunks:
+        states.append(state)
+        writes.append(own_ - seen_ @ state)
+        state = state + key_ @ writes[-1]
+    before, written = torch.stack(states, dim=2), torch.stack(writes, dim=2)
+    output = q @ before + (q @ k.transpose(-2, -1)).tril() @ written
+    return output.flatten(2, 3)[:, :, :tokens].to(query.dtype), state
+
+
+def _check_state(inputs: Inputs, state: Tensor) -> None:
+    expected = [*inputs.query.shape[:2], inputs.query.shape[3], inputs.value.shape[3]]
+    floating("state", state, inputs.query)
+    if list(state.shape) != expected:
+        raise ValueError(
+            f"state: expected [batch, heads, head_dim, value_dim] = {expected}, "
+            f"got {list(state.shape)}"
+        )
+
+
+def scan(
+    step: Callable[..., tuple[Any, Tensor]], state: Tensor, tensors: Sequence[Tensor], size: int
+) -> tuple[list[Any], Tensor]:
+    """Apply the step, a function (state, a segment of each tensor) -> (the segment's result, the
+    next state), to segments of `size` tokens; return the results and the last state.
+
+    The tensors are [batch, heads, tokens, ...]. Beside them and the results, memory holds one
+    segment and the states between segments: the backward takes each step again (Chen et al.,
+    Training Deep Nets with Sublinear Memory Cost, 2016).
+    """
+    tokens = tensors[0].shape[2]
+    if tokens == 0:
+        return [], state
+    if torch.compiler.is_exporting():  # an unknown number of tokens is one segment
+        result, state = step(state, *tensors)
+        return [result], state
+    # a single segment need not be recomputed: autograd may hold it
+    recompute = torch.is_grad_enabled() and tokens > size
+    results = []
+    # split rather than sliced: the gradient is then one concatenation
+    for segment in zip(*(tensor.split(size, dim=2) for tensor in tensors), strict=True):
+        if recompute:
+            result, state = checkpoint(
+                step, state, *segment, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            result, state = step(state, *segment)
+        results.append(result)
+    return results, state
+
+
+def segment_size(tensor: Tensor, chunk_size: int) -> int:
+    """Return the tokens of a segment of tensors like this one, a multiple of the chunk's."""
+    if torch.compiler.is_exporting():
+        return chunk_size
+    batch, heads, tokens, dim = tensor.shape
+    most = SEGMENT_ELEMENTS["cpu" if tensor.is_cpu else "other"] // (batch * heads * dim)
+    if torch.compiler.is_compiling():
+        most = max(most, -(-tokens // TRACED_PARTS))
+    return max(1, most // chunk_size) * chunk_size
+
+
+def size_of_chunk(most: int, tokens: int) -> int:
+    """Return the tokens of a chunk; all, if an exported program does not know their number."""
+    return min(most, tokens) if are_known(tokens) else tokens
+
+
+def in_chunks(tensor: Tensor, size: int) -> Tensor:
+    """Return [batch, heads, tokens, ...] as [batch, heads, chunks, size, ...], zero-padded."""
+    missing = -tensor.shape[2] % size
+    if missing:
+        tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 3) + (0, missing))
+    return tensor.unflatten(2, (tensor.shape[2] // size, size))

@@ -23,7 +23,7 @@ from attnkit.core.kernels.block_steps import query_blocks
 from attnkit.core.masks.base import Mask, as_4d
 from attnkit.core.masks.kept import is_read_quickly, kept
 from attnkit.core.masks.plan import SOME
-from attnkit.core.operators.modes import has_tangent
+from attnkit.core.operators.cpu import has_tangent
 from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import ScaledDot

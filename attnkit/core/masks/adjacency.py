@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 
 from attnkit.core.contexts import shared
 from attnkit.core.masks.kept import Made, cached
-from attnkit.core.operators.modes import is_plain
+from attnkit.core.operators.cpu import is_plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,8 @@ class Adjacency:
 
         found = sort_edges(edge_index, num_targets, num_sources)
         if found is not None:
-            graph = cls(found.offsets, found.target, found.source, found.order, num_sources)
-            for name in ("by_source", "source_offsets", "target_by_source"):
-                vars(graph)[name] = getattr(found, name)
+            graph = object.__new__(cls)  # with the cached properties of the order of sources
+            vars(graph).update(found, num_sources=num_sources)
             return graph
         largest = max(num_targets + num_sources, 2 * edge_index.shape[1])
         dtype = torch.int32 if largest < 2**31 else torch.int64

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.kept import Kept, Made, as_counted, as_it_is, has_values
-from attnkit.core.operators.modes import PLAIN
+from attnkit.core.operators.cpu import PLAIN
 
 MOST = 64  # tensors in the cache: it must not multiply the memory of a long list of graphs
 _SEEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

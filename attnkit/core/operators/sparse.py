@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnkit.core.kernels.edges.scores import sum_edges, sum_edges_by_source
 from attnkit.core.masks.adjacency import Adjacency
-from attnkit.core.operators.modes import is_plain
+from attnkit.core.operators.cpu import is_plain
 from attnkit.core.operators.precision import no_autocast
 
 _PATTERNS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import at_least, choice
-from attnkit.core.operators.modes import has_tangent
+from attnkit.core.operators.cpu import has_tangent
 from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.kinds import Score, check_fit
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attnkit.core.arguments import as_number, floating, positive
-from attnkit.core.operators.modes import has_tangent
+from attnkit.core.operators.cpu import has_tangent
 from attnkit.core.operators.precision import wide
 
 Owner = TypeVar("Owner", bound=Any)

@@ -34,7 +34,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.launch.command import QUESTION_MARKS, quoted
 from attnkit.launch.config._hydra import (
     Hydra,
@@ -46,9 +46,8 @@ from attnkit.launch.config._hydra import (
     note_overrides,
     split_message,
 )
-from attnkit.launch.config.groups import CONFIG_NAME, folders, groups
+from attnkit.launch.config.files import CONFIG_NAME, Origins, Source, folders, groups, short
 from attnkit.launch.config.schema import LEVELS
-from attnkit.launch.config.sources import Origins, Source, short
 from attnkit.lightning.errors import UserError
 
 CONF = "pkg://attnkit.conf"

@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from attnkit.launch.command import key_of, quoted
 from attnkit.launch.config.compose import Composer
+from attnkit.launch.config.files import Origins
 from attnkit.launch.config.signatures import known
-from attnkit.launch.config.sources import Origins
 from attnkit.launch.config.validate import check_arguments
 from attnkit.lightning.errors import UserError, first_line
 

@@ -5,7 +5,8 @@ The dataclass is read like any other constructor (signatures.py), so that `seed=
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -86,7 +87,7 @@ class Config:
     vars: dict[str, Any] | None = None
     """Your own values for interpolations: dim: ${vars.dim}."""
     record: dict[str, Any] | None = None
-    """The figure that an experiment reproduces (launch/records/record.py)."""
+    """The figure that an experiment reproduces (launch/records.py)."""
     reproduce: dict[str, Any] | None = None
     """The records that run=reproduce runs: arguments of `Reproduce`."""
 
@@ -212,3 +213,8 @@ RESUMABLE = (
     "compile",
     "rank_logs",
 )
+
+
+def fill(node: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Replace nulls of a configuration by the facts of the same name."""
+    node.update({k: deepcopy(facts[k]) for k, v in node.items() if v is None and k in facts})

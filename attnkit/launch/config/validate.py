@@ -13,11 +13,11 @@ from typing import Any
 
 import yaml
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.launch.command import dotted_key
 from attnkit.launch.config import annotations, schema, signatures
+from attnkit.launch.config.files import Origins
 from attnkit.launch.config.signatures import Signature
-from attnkit.launch.config.sources import Origins
 from attnkit.lightning.best import contradiction, mode_of
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import absolute

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.lightning.errors import UserError
 
 _ALWAYS = frozenset({"run", "task", "level", "experiment", "allow", "vars"})
@@ -91,19 +91,19 @@ MODES = {
     for mode in (
         Mode("train", _TRAINING, f"{_L}.modes.train.train", stage="fit", ignores=_OF_TRAINING),
         # takes the same settings as the training that it checks
-        Mode("check", _TRAINING - {"resume"}, f"{_L}.measure.check.command", is_run=False),
-        Mode("bench", _BENCH, f"{_L}.measure.bench.work", ignores=_UNTIMED, in_sweeps=False),
-        Mode("test", _TEST, f"{_L}.modes.test.test", stage="test", needs_ckpt=True,
+        Mode("check", _TRAINING - {"resume"}, f"{_L}.modes.check.command", is_run=False),
+        Mode("bench", _BENCH, f"{_L}.modes.bench.work", ignores=_UNTIMED, in_sweeps=False),
+        Mode("test", _TEST, f"{_L}.modes.trained.test", stage="test", needs_ckpt=True,
              ignores=_FIT | {"limit_predict_batches"}),
-        Mode("predict", _PREDICT, f"{_L}.modes.predict.predict", stage="predict", needs_ckpt=True,
+        Mode("predict", _PREDICT, f"{_L}.modes.trained.predict", stage="predict", needs_ckpt=True,
              rules=f"{_RULES}.predict", ignores=_FIT | {"limit_test_batches"}),
         Mode("explain", _EXPLAIN, f"{_L}.modes.explain.explain", rules=f"{_RULES}.explain",
              has_table=True),
-        Mode("export", _MODEL | {"export", "ckpt", "run_dir"}, f"{_L}.modes.export.export",
+        Mode("export", _MODEL | {"export", "ckpt", "run_dir"}, f"{_L}.modes.trained.export",
              needs_ckpt=True, rules=f"{_RULES}.export"),
         Mode("retry", _RETRY, f"{_L}.sweep.start.retry", is_run=False),
         Mode("report", frozenset({"sweep"}), f"{_L}.sweep.report.report", is_run=False),
-        Mode("reproduce", _REPRODUCE, f"{_L}.records.reproduce.command", is_run=False),
+        Mode("reproduce", _REPRODUCE, f"{_L}.reproduce.command", is_run=False),
     )
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ Ctrl-C.
 
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -25,15 +26,13 @@ from queue import Queue
 from tempfile import TemporaryFile
 from typing import Any
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.launch import folder as folders
 from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.hydra_words import is_launcher, settings
 from attnkit.launch.errors import INTERRUPTED
-from attnkit.launch.processes import gpus
-from attnkit.launch.processes.python import command_of
-from attnkit.launch.signals import held_back
+from attnkit.launch.processes.process import command_of, held_back
 from attnkit.launch.sweep.record import OUTPUT, progress
 from attnkit.launch.sweep.trials import Order, line_of, run_here, save_error
 from attnkit.lightning.errors import StoppedBySignal, UserError
@@ -79,7 +78,7 @@ class _Apart:
             KeyboardInterrupt, StoppedBySignal: a signal came, and the trials have stopped.
         """
         stop = orders[0].trial.folder.with_name(f".stop_{uuid.uuid4().hex[:8]}")
-        devices = () if isinstance(self, Slurm) else gpus.visible()  # SLURM assigns GPUs itself
+        devices = () if isinstance(self, Slurm) else visible_gpus()  # SLURM assigns GPUs itself
         watch = _Watch(str(Path.cwd()), stop, ",".join(devices))
         shared = devices if len(devices) > 1 else ()
         jobs: list[Any] = []
@@ -268,7 +267,7 @@ class _Watch:
         folder = folders.create(order.trial.folder, fresh=False)
         environment = {**os.environ, _SAFE_PATH: self.safe_path}
         if device or self.devices:
-            environment[gpus.VARIABLE] = device or self.devices
+            environment[_GPUS] = device or self.devices
         with (folder / OUTPUT).open("ab") as output, TemporaryFile() as given:
             begin = output.tell()
             pickle.dump(order, given)
@@ -321,3 +320,34 @@ class _Watch:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return sent
+
+
+# --- GPUs -----------------------------------------------------------------------------------------
+
+
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Return the NVIDIA GPUs that this process may use, as named in CUDA_VISIBLE_DEVICES."""
+    given = os.environ.get(_GPUS)
+    if given is not None:
+        names = [name.strip() for name in given.split(",")]
+        wrong = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+        return tuple(names[:wrong])  # CUDA also stops at the first invalid name
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return listed_gpus(done.stdout) if done.returncode == 0 else ()
+
+
+def listed_gpus(text: str) -> tuple[str, ...]:
+    """Return the names in the output of `nvidia-smi -L`; for a divided GPU, its MIG devices."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if match := re.search(r"UUID: ((?:GPU|MIG)-[\w/-]+)", line):
+            if match[1].startswith("MIG-") and found and found[-1].startswith("GPU-"):
+                found.pop()
+            found.append(match[1])
+    return tuple(found)

@@ -31,11 +31,11 @@ from hydra.core.override_parser.types import (
 )
 
 from attnkit.launch.config.compose import Composer
+from attnkit.launch.config.files import Origins
 from attnkit.launch.config.hydra_words import settings
-from attnkit.launch.config.sources import Origins
 from attnkit.launch.config.validate import check_node
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.studies.study import PRUNERS
+from attnkit.lightning.study import PRUNERS
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

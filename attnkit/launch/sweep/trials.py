@@ -22,10 +22,10 @@ from attnkit.launch.config.compose import Composer
 from attnkit.launch.decide import Job, Request, decide
 from attnkit.launch.errors import CRASHED, INTERRUPTED, Interrupted, fail, guarded, summary
 from attnkit.launch.processes.locks import locked
-from attnkit.launch.processes.one_rank import end_with
+from attnkit.launch.processes.process import end_on_signals, ignore_signals, raise_received
+from attnkit.launch.processes.ranks import end_with
 from attnkit.launch.processes.torchrun import VARIABLES
 from attnkit.launch.several import carry_out
-from attnkit.launch.signals import end_on_signals, ignore_signals, raise_received
 from attnkit.launch.sweep.ranking import Metric, figure
 from attnkit.launch.sweep.record import (
     ERROR,

@@ -9,7 +9,7 @@ from attnkit.core.arguments import choice, divides
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.core.operators.dropout import dropout
+from attnkit.core.operators.cpu import dropout
 from attnkit.core.operators.sparse import linear, with_values
 from attnkit.layers.graph.attention import GraphAttention, GraphScoreName
 from attnkit.layers.graph.inputs import EdgeModule

@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 from attnkit.core.arguments import at_least, choice, divides, share
 from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
-from attnkit.core.kernels.edges.weights import edge_weights
+from attnkit.core.kernels.edges.edges import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures
+from attnkit.core.multihead import reset_linear
 from attnkit.core.operators.sparse import products_of
-from attnkit.core.projections import reset_linear
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import Score
 from attnkit.core.weights import Indices, of_edges

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, choice
 from attnkit.core.cache import KeyValueCache
-from attnkit.core.capture.weights import capture_attention
+from attnkit.core.capture.watch import capture_attention
 from attnkit.core.masks.sequences import Padding
 from attnkit.core.positions.absolute import LearnedPositions1d, sincos_1d
-from attnkit.core.positions.biases import ALiBi, RelativeBias1d
-from attnkit.core.positions.rotary import Rotary1d, Rotation
+from attnkit.core.positions.relative import ALiBi, RelativeBias1d, Rotary1d, Rotation
 from attnkit.core.running import undone_on_error
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.transformer import Activation, DecoderBlock

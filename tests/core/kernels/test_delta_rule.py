@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import attnkit
 from attnkit import Causal, DeltaRule, Padding, attend, delta_rule
-from attnkit.core.kernels import recurrence
+from attnkit.core.kernels import linear
 from attnkit.core.kernels.choose import UnsupportedError
 
 BATCH, HEADS = 2, 6
@@ -50,7 +50,7 @@ def token_by_token(query, key, value, beta, state):
 @pytest.fixture(params=[False, True], ids=["one segment", "segments"])
 def in_small_segments(request, monkeypatch):
     if request.param:
-        monkeypatch.setitem(recurrence.SEGMENT_ELEMENTS, "cpu", 1)
+        monkeypatch.setitem(linear.SEGMENT_ELEMENTS, "cpu", 1)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_features_of_tiny_vectors_have_finite_gradients(size):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_equals_eager(backend, monkeypatch):
-    monkeypatch.setitem(recurrence.SEGMENT_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(linear.SEGMENT_ELEMENTS, "cpu", 1)
     torch._dynamo.reset()
     *tensors, _ = make(67, dtype=torch.float32)
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import attnkit
 from attnkit import Causal, Dense, Linear, Padding, Window, attend
-from attnkit.core.kernels import linear, recurrence
+from attnkit.core.kernels import linear
 from attnkit.core.kernels.choose import UnsupportedError
 
 BATCH, HEADS = 2, 6
@@ -50,7 +50,7 @@ def make(num_queries, num_keys, head_dim, value_dim, kv_heads, dtype=torch.float
 def in_small_segments(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(linear, "CHUNK", 3)
-        monkeypatch.setitem(recurrence.SEGMENT_ELEMENTS, "cpu", 1)
+        monkeypatch.setitem(linear.SEGMENT_ELEMENTS, "cpu", 1)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_derivatives_of_every_order(in_small_segments):
 
 @pytest.mark.parametrize("mask", [None, Causal(), Causal() & Padding(torch.tensor([2000, 3]))])
 def test_nothing_is_larger_than_the_inputs(mask, monkeypatch):
-    monkeypatch.setitem(recurrence.SEGMENT_ELEMENTS, "cpu", 2**14)
+    monkeypatch.setitem(linear.SEGMENT_ELEMENTS, "cpu", 2**14)
     tensors = make(2053, 2053, 8, 8, 2)
     with Largest() as largest:
         with_gradients(tensors, mask=mask, normalizer="linear", backend="linear")
@@ -222,7 +222,7 @@ def test_nothing_is_larger_than_the_inputs(mask, monkeypatch):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_equals_eager(backend, monkeypatch):
     monkeypatch.setattr(linear, "CHUNK", 3)
-    monkeypatch.setitem(recurrence.SEGMENT_ELEMENTS, "cpu", BATCH * HEADS * 5 * 6)
+    monkeypatch.setitem(linear.SEGMENT_ELEMENTS, "cpu", BATCH * HEADS * 5 * 6)
     torch._dynamo.reset()
     tensors = make(11, 11, 5, 3, 2, torch.float32)
 

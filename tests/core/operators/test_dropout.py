@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnkit.core.operators.dropout import dropout, keep_mask
+from attnkit.core.operators.cpu import dropout, keep_mask
 
 
 @pytest.mark.parametrize("p", [1e-4, 0.3, 0.6, 0.999])

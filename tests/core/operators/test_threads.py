@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from attnkit.core.operators.threads import run_tasks
+from attnkit.core.operators.cpu import run_tasks
 
 
 @pytest.fixture

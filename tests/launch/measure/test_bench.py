@@ -9,7 +9,7 @@ import torch
 
 import attnkit
 from attnkit.core.kernels.choose import BACKENDS
-from attnkit.launch.measure import bench
+from attnkit.launch.modes import bench
 
 VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "run=bench", "run_dir=run")
 

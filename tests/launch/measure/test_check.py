@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.decide import Request, decide
-from attnkit.launch.measure import check as checking
-from attnkit.launch.measure.check import Stopwatch, check
+from attnkit.launch.modes import check as checking
+from attnkit.launch.modes.check import Stopwatch, check
 from attnkit.launch.run import Run
 from attnkit.layers import ReceptiveField
 from attnkit.tasks.graphs import DigitsGraphData

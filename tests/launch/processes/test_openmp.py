@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from attnkit.launch.processes.python import SPINS
+from attnkit.launch.processes.process import SPINS
 
 libgomp = pytest.mark.skipif(sys.platform != "linux", reason="torch uses GNU's libgomp on Linux")
 

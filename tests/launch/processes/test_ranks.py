@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lightning import LightningDataModule, LightningModule
 
-from attnkit.launch.processes import start_ranks
+from attnkit.launch.processes import ranks
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
@@ -150,7 +150,7 @@ def test_a_lost_signal_is_raised_again(tmp_path):
     script.write_text(
         "import os, signal, sys, time\n"
         "from attnkit.launch.errors import guarded\n"
-        "from attnkit.launch.signals import end_on_signals\n"
+        "from attnkit.launch.processes.process import end_on_signals\n"
         "class Last:\n"
         "    def __del__(self):\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -279,13 +279,13 @@ def test_the_command_keeps_no_model_beside_those_of_its_ranks(attnkit, unruly, m
         return {id(thing) for thing in gc.get_objects() if issubclass(type(thing), kinds)}
 
     before, beside = alive(), []
-    started = start_ranks.start
+    started = ranks.start
 
     def start(*args):
         beside.extend(alive() - before)
         started(*args)
 
-    monkeypatch.setattr(start_ranks, "start", start)
+    monkeypatch.setattr(ranks, "start", start)
     done = attnkit(*unruly, "trainer=cpu_ddp", "trainer.max_epochs=1", "run_dir=run")
     assert done.code == 0, done.err
     assert beside == []

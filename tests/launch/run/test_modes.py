@@ -12,13 +12,12 @@ from omegaconf import OmegaConf
 from attnkit.launch import trainer as trainers
 from attnkit.launch.config import schema
 from attnkit.launch.config.compose import Composer
+from attnkit.launch.config.files import Origins
 from attnkit.launch.config.permission import Consent
-from attnkit.launch.config.sources import Origins
 from attnkit.launch.decide import Request
-from attnkit.launch.measure import bench
-from attnkit.launch.modes import MODES, Mode
+from attnkit.launch.modes import MODES, Mode, bench
 from attnkit.launch.modes.rules import check_uses
-from attnkit.lightning.build import build as building
+from attnkit.lightning import build as building
 from attnkit.lightning.errors import UserError
 
 SMALL = ("model.dim=16", "model.depth=1", "model.num_heads=1", "trainer.limit_batches=2")

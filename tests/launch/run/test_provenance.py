@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.provenance import git_state
+from attnkit.launch.folder import git_state
 from attnkit.lightning import UserError
 
 QUICK = (

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from attnkit.launch.config.compose import Composer, readable, task_config
 from attnkit.launch.errors import Interrupted
-from attnkit.launch.processes import gpus as devices
 from attnkit.launch.processes.locks import is_locked, locked
+from attnkit.launch.sweep import launchers
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.record import new_trial, progress
 from attnkit.launch.sweep.start import _combinations
@@ -300,10 +300,10 @@ GPU 1: NVIDIA A100 (UUID: GPU-6a7b)
 
 
 def test_the_names_of_devices(monkeypatch):
-    assert devices.listed(LISTED) == ("MIG-c2d3", "MIG-e4f5", "GPU-6a7b")
+    assert launchers.listed_gpus(LISTED) == ("MIG-c2d3", "MIG-e4f5", "GPU-6a7b")
     for given, expected in (("0,1", ("0", "1")), ("", ()), ("3, GPU-1,-1,2", ("3", "GPU-1"))):
-        monkeypatch.setenv(devices.VARIABLE, given)
-        assert devices.visible() == expected
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert launchers.visible_gpus() == expected
 
 
 def test_a_key_that_is_gone_may_be_deleted_again():

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.processes import gpus as devices
-from attnkit.launch.processes.python import command_of
+from attnkit.launch.processes.process import command_of
 from attnkit.launch.sweep import launchers
 from attnkit.launch.sweep import record as trials
 from attnkit.launch.sweep.trials import Order
@@ -30,7 +29,7 @@ LAUNCHERS = [("joblib", "hydra.launcher.n_jobs=2"), ("submitit_local", None)]
 @pytest.mark.parametrize(("launcher", "setting"), LAUNCHERS)
 def test_launchers(attnkit, found, hers, monkeypatch, launcher, setting):
     """Three trials, two of which wait for each other while they train; the third one fails."""
-    monkeypatch.setenv(devices.VARIABLE, "7,8")  # on which no test can find a GPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")  # on which no test can find a GPU
     monkeypatch.setenv("ATTNKIT_TRACEBACK", "1")
     if launcher == "joblib" or sys.version_info >= (3, 11):  # submitit's processes: python -m
         Path("statistics.py").write_text("raise SystemExit('the one here was imported')")
@@ -236,7 +235,7 @@ trial.folder.with_name(f"{trial.number}.device").write_text(device)
 @pytest.mark.parametrize(("many", "sharing"), [(4, True), (1, False)])
 def test_trials_at_once_share_out_the_gpus(monkeypatch, found, many, sharing):
     """Six trials on two GPUs: each has one for itself, or sees both where it takes none."""
-    monkeypatch.setenv(devices.VARIABLE, "7,8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")
     monkeypatch.setattr(launchers, "command_of", lambda *_: [sys.executable, "-c", STUB])
     folder = Path("sweep").absolute()
     made = [trials.new_trial(folder, (), number, ()) for number in range(6)]

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from attnkit.lightning import UserError, allowing, warmup_cosine
-from attnkit.lightning.build.build import FUNCTIONS, KINDS, build, find
+from attnkit.lightning.build import FUNCTIONS, KINDS, build, find
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 7, "out_features": 3}
 
@@ -69,7 +69,7 @@ HOSTILE = [
     "lightning.fabric.utilities.cloud_io._load",
     "timm.models.load_checkpoint",
     "torchvision.datasets.utils.download_url",
-    "attnkit.lightning.build.build.build",
+    "attnkit.lightning.build",
     "attnkit.lightning.files.replacing",
 ]
 

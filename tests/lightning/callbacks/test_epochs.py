@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from attnkit.lightning import EpochLines, Progress, StepMetrics
-from attnkit.lightning.callbacks import epochs
+from attnkit.lightning.callbacks import progress
 from attnkit.lightning.console import three_digits
 
 
@@ -58,7 +58,7 @@ def test_without_a_terminal_it_says_how_far_it_is(fit, monkeypatch):
         now[0] += 4
         return now[0]
 
-    monkeypatch.setattr(epochs.time, "monotonic", clock)
+    monkeypatch.setattr(progress.time, "monotonic", clock)
     _, lines = fit(StepMetrics(), EpochLines(), max_epochs=1)
     training = [line for line in lines if "batch" in line and "validation" not in line]
     assert training
@@ -67,7 +67,7 @@ def test_without_a_terminal_it_says_how_far_it_is(fit, monkeypatch):
 
 
 def test_many_short_epochs_do_not_flood(fit):
-    _, lines = fit(EpochLines(), max_epochs=epochs.MANY + 5, limit_train_batches=1,
+    _, lines = fit(EpochLines(), max_epochs=progress.MANY + 5, limit_train_batches=1,
                    limit_val_batches=1)  # fmt: skip
     assert 1 <= len(lines) < 40
     assert lines[-1].startswith("epoch 105/105")

@@ -9,15 +9,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
 from attnkit.lightning import EpochLines, Progress, StepMetrics
-from attnkit.lightning.callbacks import epochs, progress
+from attnkit.lightning.callbacks import progress
 
 
 @pytest.fixture
 def terminal(monkeypatch):
     """Arguments of a console, whose file is a terminal of 80 columns."""
     monkeypatch.setattr(rich, "_console", Console())  # Lightning makes it anew in its place
-    for module in (progress, epochs):
-        monkeypatch.setattr(module, "on_terminal", lambda: True)
+    monkeypatch.setattr(progress, "on_terminal", lambda: True)
     return {"file": io.StringIO(), "force_terminal": True, "width": 80}
 
 

@@ -309,7 +309,7 @@ def test_what_cannot_be_exported(tmp_path, monkeypatch):
         Export(tmp_path / "object", ["safetensors"])(given)
     with pytest.raises(ValueError, match="formats: expected some of"):
         Export(tmp_path, ["tensorflow"])
-    monkeypatch.setattr("attnkit.lightning.export.program.find_spec", lambda name: None)
+    monkeypatch.setattr("attnkit.lightning.export.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"onnx: needs onnx.*\n  pip install 'attnkit\[onnx\]'"):
         Export(tmp_path / "asked", ["onnx"])(vit())
     assert list(tmp_path.iterdir()) == []
@@ -336,7 +336,7 @@ def test_a_network_changed_in_python_gives_programs_alone(given, tmp_path):
 
 
 def test_an_export_that_fails_leaves_a_given_folder_empty(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnkit.lightning.export.program.find_spec", lambda name: None)
+    monkeypatch.setattr("attnkit.lightning.export.find_spec", lambda name: None)
     with pytest.raises(UserError, match="onnx: needs"):
         Export(tmp_path, ["onnx"])(vit())
     assert list(tmp_path.iterdir()) == []

@@ -35,7 +35,7 @@ from attnkit.core.kernels.edges.numba_vectors import (
     total,
     zeros,
 )
-from attnkit.core.operators.sorting_kernels import compiled
+from attnkit.core.operators.sorting import compiled
 
 CHUNK = 64  # edges that are computed at once; the last target may exceed them
 AHEAD = 16

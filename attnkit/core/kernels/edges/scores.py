@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from attnkit.core.kernels.base import multiple_of_8, with_channels
 from attnkit.core.kernels.edges.problem import EdgeProblem
 from attnkit.core.masks.adjacency import Adjacency
-from attnkit.core.operators.dropout import keep_mask
+from attnkit.core.operators.cpu import keep_mask
 
 GROUP = 2**17  # edges × heads up to which the heads of a small graph are computed as one graph
 BLOCK = 2**17  # numbers of a block of edges × channels: half a megabyte, which stays in the cache

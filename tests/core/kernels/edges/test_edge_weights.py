@@ -15,7 +15,7 @@ from attnkit import (
     ScaledDot,
     edge_weights,
 )
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels.edges import scores as edge_scores
 from attnkit.core.kernels.reference import softmax_of_edges
 

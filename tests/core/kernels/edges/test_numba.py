@@ -12,7 +12,7 @@ from support import Largest, with_third
 
 import attnkit
 from attnkit import Additive, Cosine, EdgeFeatures, Edges, Gaussian, General, attend
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels.edges import numba as edges_numba
 from attnkit.core.operators.caches import Caches
 

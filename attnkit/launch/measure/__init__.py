@@ -1,1 +1,0 @@
-"""Estimates the time and memory of a run (run=check), and benchmarks it (run=bench)."""
