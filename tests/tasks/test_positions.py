@@ -15,11 +15,12 @@ NODES, DIM = 127, 5  # more than 100, from which on PyG's eigenvectors are spars
 
 
 class Simple(RandomGraph):
-    """Without loops and repeated edges."""
+    """Connected, without loops and repeated edges."""
 
     def load(self):
         data = super().load()
-        edges = data.edge_index
+        ring = torch.arange(NODES)
+        edges = torch.cat([data.edge_index, torch.stack([ring, ring.roll(1)])], dim=1)
         return data.update({"edge_index": edges[:, edges[0] != edges[1]].unique(dim=1)})
 
 
