@@ -115,19 +115,6 @@ def test_balanced_accuracy_is_of_the_classes_that_there_are():
     assert metric.compute() == pytest.approx((3 / 4 + 1) / 2)
 
 
-def test_a_monitor_that_nothing_logs_is_refused_at_once(tmp_path):
-    loader = DataLoader(samples(), batch_size=11)
-    for monitor in ("val/f2", "val_loss"):
-        stopping = [EarlyStopping(monitor), EarlyStopping("val/f1", mode="max")]
-        with pytest.raises(UserError, match=f"EarlyStopping: nothing logs .*{monitor}.*val/f1,"):
-            quiet(tmp_path, max_epochs=1, callbacks=stopping).fit(module(), loader, loader)
-    trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping("val/f1", mode="max")])
-    trainer.fit(module(), loader, loader)
-    plateau = {"_target_": "attnkit.lightning.Plateau", "monitor": "val/nothing", "mode": "max"}
-    with pytest.raises(UserError, match="scheduler: nothing logs its monitor"):
-        quiet(tmp_path, max_epochs=1).fit(module(scheduler=plateau), loader, loader)
-
-
 class OwnOptimizer(ImageClassification):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
