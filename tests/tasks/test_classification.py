@@ -9,9 +9,9 @@ import pytest
 import sklearn.metrics
 import sklearn.utils.class_weight
 import torch
-from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from PIL import Image
+from task_support import quiet
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,19 +35,6 @@ def linear(num_classes, side=3, channels=3):
 def module(num_classes=7, **options):
     return ImageClassification(
         linear(num_classes), num_classes=num_classes, **{**NORMALIZED, **options}
-    )
-
-
-def quiet(folder, **options):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=options.pop("enable_checkpointing", False),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        **options,
     )
 
 

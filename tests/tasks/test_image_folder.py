@@ -22,10 +22,7 @@ from attnkit.tasks.image_classification import (
     MemoryImages,
 )
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def make_images(folder, counts, side=11, suffix=".png", grey=False, first=0):
