@@ -337,9 +337,9 @@ def test_the_picture_shows_the_map_on_its_own_grid_with_its_scale():
     """On a white image the colours are the map's own, and each place has one."""
     seen = explain(randomised(ours()), torch.ones(2, 3, 32, 48), 3, "occlusion")
     seen.map[1] *= 10
-    figure = seen.draw()
-    for row, one in zip((0, 1), seen.map, strict=True):
-        image, shown, bar = figure.axes[3 * row : 3 * row + 3]
+    panels = seen.draw().axes
+    for row, one in enumerate(seen.map):
+        image, shown, bar = panels[2 * row], panels[2 * row + 1], panels[4 + row]
         assert image.get_title("left").startswith("class 3 (predicted")
         (drawn,) = shown.get_images()
         assert drawn.get_interpolation() == "nearest"
