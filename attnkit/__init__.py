@@ -12,7 +12,7 @@ __version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from attnkit import checks, finetune, interop, interpret, lightning, metrics
-    from attnkit.checks.doctor.run import doctor
+    from attnkit.checks.doctor import doctor
     from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend
