@@ -14,7 +14,7 @@ import attnkit
 from attnkit import Additive, Cosine, EdgeFeatures, Edges, Gaussian, General, attend
 from attnkit.core.check import check_inputs
 from attnkit.core.kernels.edges import numba as edges_numba
-from attnkit.core.operators.caches import Caches
+from attnkit.core.operators.cpu import Caches
 
 BATCH, HEADS, VALUE_DIM, EDGE_DIM = 2, 3, 7, 11
 SCORES = {
