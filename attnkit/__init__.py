@@ -6,19 +6,19 @@ This file is the public table and nothing else. Names are imported when first us
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 __version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from attnkit import checks, finetune, interop, interpret, lightning, metrics
-    from attnkit.checks.doctor.run import doctor
+    from attnkit.checks.doctor import doctor
     from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend
     from attnkit.core.cache import KeyValueCache
     from attnkit.core.capture.logits import record_logits
-    from attnkit.core.capture.weights import capture_attention
+    from attnkit.core.capture.watch import capture_attention
     from attnkit.core.kernels.choose import UnsupportedError, explain_backends
     from attnkit.core.kernels.edges.edges import edge_weights
     from attnkit.core.kernels.hard import record_draws
@@ -39,18 +39,23 @@ if TYPE_CHECKING:
         sincos_1d,
         sincos_2d,
     )
-    from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
-    from attnkit.core.positions.rotary import Rotary1d, Rotary2d
+    from attnkit.core.positions.relative import (
+        ALiBi,
+        RelativeBias1d,
+        RelativeBias2d,
+        Rotary1d,
+        Rotary2d,
+    )
     from attnkit.core.scores import learned as learned_scores
     from attnkit.core.scores.additive import Additive
     from attnkit.core.scores.kinds import Cosine, Gaussian, General, ScaledDot
     from attnkit.core.weights import attention_weights
-    from attnkit.interpret.diagnosis.diagnose import diagnose_attention
+    from attnkit.interpret.diagnosis import diagnose_attention
     from attnkit.interpret.explain import explain
     from attnkit.interpret.explanation import Explanation
-    from attnkit.interpret.graphs.fidelity import edge_fidelity
     from attnkit.interpret.training import Interpret
     from attnkit.interpret.trust.curves import perturbation_curves
+    from attnkit.interpret.trust.edges import edge_fidelity
     from attnkit.interpret.trust.judge import trust
     from attnkit.interpret.trust.result import Trust
     from attnkit.launch.api import run, sweep
@@ -78,7 +83,7 @@ if TYPE_CHECKING:
     from attnkit.layers.nadaraya_watson import NadarayaWatson
     from attnkit.layers.pooling import AttentionPool
     from attnkit.layers.spatial import ContextAttention, SpatialAttention
-    from attnkit.lightning.export.exported import load
+    from attnkit.lightning.exported import load
     from attnkit.models.captioning.captioner import Captioner
     from attnkit.models.captioning.generate import generate
     from attnkit.models.captioning.image_encoders import CNNEncoder, TimmEncoder, ViTEncoder

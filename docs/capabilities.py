@@ -16,8 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnkit
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs
+from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.kernels.choose import BACKENDS
 from attnkit.core.kernels.sdpa import Sdpa
 

@@ -20,9 +20,7 @@ from torch.nn.functional import cross_entropy
 import attnkit
 from attnkit.interpret.report import Report
 from attnkit.lightning import Explained
-from attnkit.tasks.captioning.drawing import draw
-from attnkit.tasks.captioning.scenes import COLOURS, SHAPES, draw_scene
-from attnkit.tasks.captioning.scenes_data import handwriting
+from attnkit.tasks.images.scenes import COLOURS, SHAPES, draw, draw_scene, handwriting
 
 SHOWN = 8
 SIDE = 48

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attnkit.tasks.images.data import module_of
 from attnkit.tasks.images.sizes import sides
+from attnkit.tasks.loaders import module_of
 
 MAX_NAMED = 10  # classes that are named one by one
 _IN_LINE = 5

@@ -30,7 +30,7 @@ from attnkit.core.kernels.record import unrecorded
 from attnkit.core.operators.precision import EXACT
 from attnkit.interop.transformers import attention as of_transformers
 from attnkit.lightning import allowing
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError
 
 TOKENS, DIM = 5, 12

@@ -11,7 +11,7 @@ import torch
 
 import attnkit
 from attnkit.lightning import Export
-from attnkit.lightning.export.program import ONNX_EXTRA
+from attnkit.lightning.export import ONNX_EXTRA
 from attnkit.models.captioning.word_decoder import END
 
 

@@ -8,7 +8,7 @@ from torch import nn
 import attnkit
 import attnkit.layers
 import attnkit.models
-from attnkit.core.lazy import homes
+from attnkit.core.names import homes
 from attnkit.finetune import LoRALinear
 from attnkit.models.graph_model import GraphPool
 from attnkit.models.sgformer import GraphConvolution

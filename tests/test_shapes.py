@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 import attnkit
 from attnkit import layers, learned_scores, masks, models, normalizers, positions, scores
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs
+from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.kernels.hard import Draw
-from attnkit.core.positions.rotary import Rotation
+from attnkit.core.positions.relative import Rotation
 from attnkit.launch.run import Run
 from attnkit.models.captioning.generate import Sentences
 

@@ -8,8 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.inputs import Inputs, check_inputs, in_high_precision
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Normalizer

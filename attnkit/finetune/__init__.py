@@ -11,7 +11,7 @@ This file is the public table and nothing else.
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
     from attnkit.finetune.adapter import load_adapter, save_adapter

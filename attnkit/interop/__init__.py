@@ -9,7 +9,7 @@ are those of the original.
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
     from attnkit.interop.explain import explainable

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.attend import attend
+from attnkit.core.attend import LISTENERS, attend
 from attnkit.core.contexts import Opened, uncompiled
 from attnkit.core.kernels.record import record_backends
-from attnkit.core.listeners import LISTENERS
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Causal, Packed
 from attnkit.core.scores.kinds import ScaledDot

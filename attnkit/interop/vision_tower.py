@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, in_a_line, pair
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.core.running import evaluating
 from attnkit.interop.carry import shortened
 from attnkit.interop.transformers import NAME, register_transformers

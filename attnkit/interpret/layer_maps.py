@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from attnkit.core.capture.weights import capture_attention
+from attnkit.core.capture.watch import capture_attention
 from attnkit.core.running import module_name
 from attnkit.interpret.explain import explain
 from attnkit.interpret.methods.grid import Grid, find_grid

@@ -126,7 +126,7 @@ def _reopened(job: Job) -> Run:
     the best ones of a training if they were kept."""
     from attnkit.launch import console
     from attnkit.launch.run import Run
-    from attnkit.lightning.build.build import allowing
+    from attnkit.lightning.build import allowing
     from attnkit.lightning.resume import checkpoints
 
     console.quiet()

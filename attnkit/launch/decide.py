@@ -261,7 +261,7 @@ def _parts(top: dict[str, Any], *, resumed: bool = False) -> dict[str, dict[str,
 def _num_splits(node: Mapping[str, Any]) -> int | None:
     """Read the data and return its number of fixed splits; None if it has no `num_splits`."""
     from attnkit.launch import console  # imports torch
-    from attnkit.lightning.build.build import build
+    from attnkit.lightning.build import build
 
     console.quiet()
     data = build(node, at="data")

@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import NoReturn
 
 from attnkit import __version__
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.launch.errors import guarded
 from attnkit.launch.modes import MODES
 from attnkit.launch.processes.torchrun import Launcher, launched

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.launch import folder as folders
 from attnkit.launch.command import dotted_key
 from attnkit.launch.config.schema import REPRODUCE

@@ -55,7 +55,7 @@ def carry_out(job: Job, launcher: Launcher | None = None) -> Run | None:
     run: Run | None = None
     with _run_folder(job):  # refuses a folder in use before torch is imported
         from attnkit.launch import console
-        from attnkit.lightning.build.build import allowing
+        from attnkit.lightning.build import allowing
 
         console.quiet()
         with allowing(*job.allow), console.logging_to(job.folder):

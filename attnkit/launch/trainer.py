@@ -15,10 +15,10 @@ from attnkit.launch import folder as folders
 from attnkit.launch.modes import Mode
 from attnkit.launch.processes.process import raise_received
 from attnkit.lightning._private import replace_signal_handling, set_timeout
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import build
 from attnkit.lightning.callbacks.loss import ExactAccumulation
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.modules.monitors import MonitorsInSanityCheck
+from attnkit.lightning.modules.checks import MonitorsInSanityCheck
 from attnkit.lightning.resume.best_and_last import LastCheckpoint
 from attnkit.lightning.resume.checkpoints import SafeCheckpoints
 

@@ -6,32 +6,31 @@ when its name is first used, so that code which only needs `UserError` does not 
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
-    from attnkit.lightning.build.build import allowing
+    from attnkit.lightning.build import allowing
     from attnkit.lightning.callbacks.cached_features import CachedFeatures
-    from attnkit.lightning.callbacks.class_report import ClassReport
     from attnkit.lightning.callbacks.distillation import Distillation
     from attnkit.lightning.callbacks.ema import EMA
-    from attnkit.lightning.callbacks.epochs import DataSummary, EpochLines
     from attnkit.lightning.callbacks.kernel_record import KernelRecord
     from attnkit.lightning.callbacks.learning_curves import LearningCurves
     from attnkit.lightning.callbacks.loss import ExactAccumulation, FiniteLoss
     from attnkit.lightning.callbacks.meter import Cost, Meter, StepMetrics, Throughput
-    from attnkit.lightning.callbacks.predictions import PredictionsFile
-    from attnkit.lightning.callbacks.progress import Progress
-    from attnkit.lightning.callbacks.results_file import ResultsFile
-    from attnkit.lightning.callbacks.value_report import ValueReport
+    from attnkit.lightning.callbacks.progress import DataSummary, EpochLines, Progress
+    from attnkit.lightning.callbacks.pruning import Pruning
+    from attnkit.lightning.callbacks.reports import ClassReport, ValueReport
+    from attnkit.lightning.callbacks.results import PredictionsFile, ResultsFile
     from attnkit.lightning.errors import RunError, StoppedBySignal, UserError
-    from attnkit.lightning.export.export import Export
-    from attnkit.lightning.export.program import Program
+    from attnkit.lightning.export import Export, Program
     from attnkit.lightning.loggers import MetricsCSV, TensorBoard, WandbRun
     from attnkit.lightning.modules.classification import ClassificationModule
     from attnkit.lightning.modules.module import TaskModule
-    from attnkit.lightning.modules.optim import muon, parameter_groups, scale_learning_rates
-    from attnkit.lightning.modules.schedules import (
+    from attnkit.lightning.modules.optim import (
         Plateau,
+        muon,
+        parameter_groups,
+        scale_learning_rates,
         warmup_cosine,
         warmup_polynomial,
         warmup_step,
@@ -47,6 +46,5 @@ if TYPE_CHECKING:
     from attnkit.lightning.resume.sampler import ResumableSampler
     from attnkit.lightning.resume.signals import SaveOnSignal
     from attnkit.lightning.resume.warm_start import warm_start
-    from attnkit.lightning.studies.pruning import Pruning
 else:
     __getattr__, __dir__ = lazy(__name__)

@@ -14,15 +14,14 @@ Metrics of maps over whole test sets are `PerturbationGap`, `PointingGame` and `
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
     from attnkit.metrics.bleu import BLEU
     from attnkit.metrics.captions import CaptionMetric
     from attnkit.metrics.cider import CIDEr, CIDErD
-    from attnkit.metrics.localisation import AttributionMass, PointingGame
+    from attnkit.metrics.maps import AttributionMass, PerturbationGap, PointingGame
     from attnkit.metrics.meteor import METEOR
-    from attnkit.metrics.perturbation import PerturbationGap
     from attnkit.metrics.rouge import ROUGEL
 else:
     __getattr__, __dir__ = lazy(__name__)

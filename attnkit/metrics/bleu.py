@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import exp
 from typing import Any
 
-from attnkit.metrics.captions import CaptionMetric, Tokens
-from attnkit.metrics.ngrams import check_n_gram, count_ngrams
+from attnkit.metrics.captions import CaptionMetric, Tokens, check_n_gram, count_ngrams
 from attnkit.metrics.tokenizers import Tokenizer
 
 TINY, SMALL = 1e-15, 1e-9

@@ -1,10 +1,12 @@
-"""The base class of caption metrics, which stores captions on one or several ranks."""
+"""The base class of caption metrics, which stores captions of all ranks, and counts of n-grams."""
 
 from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -147,3 +149,19 @@ def _check_strings(name: str, texts: Sequence[str]) -> None:
     sequence = isinstance(texts, Sequence) and not isinstance(texts, str)
     if not sequence or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name}: expected a list of strings, got {texts!r}")
+
+
+NGram = tuple[str, ...]
+
+
+def count_ngrams(tokens: Tokens, n_gram: int) -> Counter[NGram]:
+    """Count each n-gram of 1 to `n_gram` tokens."""
+    shifted = [tokens[start:] for start in range(n_gram)]
+    return Counter(
+        chain.from_iterable(zip(*shifted[:n], strict=False) for n in range(1, n_gram + 1))
+    )
+
+
+def check_n_gram(n_gram: int) -> None:
+    if not isinstance(n_gram, int) or n_gram < 1:
+        raise ValueError(f"n_gram: expected a positive integer, got {n_gram!r}")

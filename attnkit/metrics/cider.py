@@ -8,8 +8,7 @@ from math import exp, log, sqrt
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from attnkit.metrics.captions import CaptionMetric, Tokens
-from attnkit.metrics.ngrams import NGram, check_n_gram, count_ngrams
+from attnkit.metrics.captions import CaptionMetric, NGram, Tokens, check_n_gram, count_ngrams
 from attnkit.metrics.tokenizers import Tokenizer
 
 

@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from attnkit.metrics.captions import CaptionMetric, Tokens
-from attnkit.metrics.java import require_java
-from attnkit.metrics.tokenizers import Tokenizer
+from attnkit.metrics.tokenizers import Tokenizer, require_java
 
 
 class METEOR(CaptionMetric):

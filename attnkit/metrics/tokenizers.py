@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import unicodedata
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
-
-from attnkit.metrics.java import require_java
 
 Tokenizer = Literal["whitespace", "words", "ptb"] | Callable[[str], list[str]]
 
@@ -135,3 +135,18 @@ def _penn_treebank(texts: list[str]) -> list[list[str]]:
             f"the PTB tokenizer made {len(tokens)} lines of {len(texts)}: {done.stderr.decode()}"
         )
     return [[token for token in line if token not in theirs.PUNCTUATIONS] for line in tokens]
+
+
+def require_java(what: str) -> None:
+    """Raise an error if pycocoevalcap, which holds the programs, or Java is missing.
+
+    Raises:
+        RuntimeError: something is missing; the message names all of it.
+    """
+    missing = []
+    if find_spec("pycocoevalcap") is None:
+        missing.append("pycocoevalcap (pip install 'attnkit[coco]')")
+    if shutil.which("java") is None:
+        missing.append("Java (no `java` on the PATH)")
+    if missing:
+        raise RuntimeError(f"{what} needs {' and '.join(missing)}")

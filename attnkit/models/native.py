@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnkit.core.masks.sequences import Packed
 from attnkit.core.positions.absolute import resize_positions, sincos_2d
-from attnkit.core.positions.rotary import Rotary2d, Rotation
+from attnkit.core.positions.relative import Rotary2d, Rotation
 from attnkit.layers.patch import Grid, PackedImages, embed_patches
 
 if TYPE_CHECKING:

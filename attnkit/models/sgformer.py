@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least, share
 from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
-from attnkit.core.projections import reset_linear
+from attnkit.core.multihead import reset_linear
 from attnkit.core.weights import Indices, as_indices
 from attnkit.layers.graph.blocks import SparseLinear
 from attnkit.layers.graph.inputs import as_edges

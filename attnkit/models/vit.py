@@ -9,7 +9,7 @@ from timm.layers import PatchDropoutWithIndices, trunc_normal_
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, choice, divides, pair, share
-from attnkit.core.multihead import MultiHeadAttention
+from attnkit.core.multihead import MultiHeadAttention, reset_linear
 from attnkit.core.normalizers import Normalizer
 from attnkit.core.positions.absolute import (
     BICUBIC,
@@ -17,8 +17,7 @@ from attnkit.core.positions.absolute import (
     resize_positions,
     sincos_2d,
 )
-from attnkit.core.positions.rotary import Rotary2d, Rotation
-from attnkit.core.projections import reset_linear
+from attnkit.core.positions.relative import Rotary2d, Rotation
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.patch import PackedImages, PatchEmbedding

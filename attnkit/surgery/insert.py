@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit import layers
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.core.operators.multiply_adds import count_multiply_adds
 from attnkit.core.running import undisturbed
 from attnkit.surgery.hooks import (

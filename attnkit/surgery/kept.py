@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnkit.core.attend import attend
-from attnkit.core.capture.torch_functions import ComputedBy
+from attnkit.core.capture.functions import ComputedBy
 from attnkit.core.masks.base import Mask
 from attnkit.core.normalizers import Normalizer
 from attnkit.core.scores.kinds import Score

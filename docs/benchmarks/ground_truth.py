@@ -26,7 +26,7 @@ from truths import Row, details, kept, overview
 import attnkit
 from attnkit.interpret import METHODS
 from attnkit.interpret.methods.table import methods_of
-from attnkit.metrics.localisation import area
+from attnkit.metrics.maps import area
 from attnkit.models import ResNet
 from attnkit.tasks.image_classification import (
     DigitGrid,
@@ -35,7 +35,7 @@ from attnkit.tasks.image_classification import (
     PlantedShortcut,
     attention_network,
 )
-from attnkit.tasks.image_classification.planted_shortcut import painted
+from attnkit.tasks.image_classification.composed import painted
 
 
 class Asked(NamedTuple):

@@ -1,4 +1,4 @@
-"""Common parts of data modules of captioned image files: entries, problems, reading JSON."""
+"""Captioned image files, listed in a CSV table, in COCO's or in Karpathy's form."""
 
 import json
 import os
@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnkit.core.arguments import at_least
+from attnkit.core.arguments import at_least, existing
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.captioning.data import CaptionDataModule
-from attnkit.tasks.captioning.sets import CaptionSet
+from attnkit.tasks.captioning.data import CaptionDataModule, CaptionSet
 from attnkit.tasks.images.data import with_train
-from attnkit.tasks.images.folder import MAX_NAMED, Files, say_once, shortened
+from attnkit.tasks.images.files import MAX_NAMED, Files, Table, say_once, shortened, split_in
 from attnkit.tasks.images.native import KeepsSizes
-from attnkit.tasks.tokens import EpochTokenSampler
+from attnkit.tasks.loaders import EpochTokenSampler
 
 
 @dataclass
@@ -199,3 +198,220 @@ def _object(item: Any, where: str) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return "nothing" if value is None else f"{value!r:.60}"
+
+
+class CaptionCsvData(CaptionFilesData):
+    """A CSV file with a header and a row per caption: `image,caption`.
+
+    An image with several captions has several rows. Other columns are not read. A caption that
+    holds commas stands in quotes, as CSV writers put it. A row is one line: quotes that do not end
+    in their line are reported as a problem of that line, and the next line is read as usual.
+
+    Args:
+        table: the CSV file, in UTF-8.
+        images: the folder that the paths of images are relative to; None: the folder of the table.
+        image_column: name of the column of paths; spaces around names in the header do not count.
+        caption_column: name of the column of captions.
+        split_column: name of a column that holds train, val or test (or another usual spelling),
+            the same for all rows of an image; None: val and test are taken from train.
+        delimiter: the character between two columns.
+        **options: the arguments of `CaptionFilesData` and `CaptionDataModule`.
+
+    Raises:
+        ValueError, UserError: as `CaptionFilesData`; an unknown split is named.
+    """
+
+    def __init__(
+        self,
+        table: str | Path,
+        images: str | Path | None = None,
+        *,
+        image_column: str = "image",
+        caption_column: str = "caption",
+        split_column: str | None = None,
+        delimiter: str = ",",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        file = existing("table", table, folder=False)
+        self.table = Table(file, delimiter)
+        self.folder = file.parent if images is None else existing("images", images, folder=True)
+        self.image_column = image_column
+        self.caption_column = caption_column
+        self.split_column = split_column
+
+    def entries(self) -> Entries:
+        found = Entries()
+        entries: dict[str, Entry] = {}
+        splits: dict[str, str] = {}
+        table = self.table
+        at = [table.place(name) for name in (self.image_column, self.caption_column)]
+        split_at = None if self.split_column is None else table.place(self.split_column)
+        for where, line in table.rows():
+            with found.noting():
+                row = table.fields(where, line)
+                found.rows += 1
+                if wrong := table.wrong_count(where, row):
+                    if row:
+                        found.broken.add(wrong)
+                        found.problems.append(wrong)
+                    continue
+                name, caption = row[at[0]].strip(), row[at[1]]
+                if not name:
+                    raise UserError(f"data: {where}: no {self.image_column}")
+                split = "train" if split_at is None else split_in(row[split_at], where)
+                if splits.setdefault(name, split) != split:
+                    raise UserError(
+                        f"data: {where}: {name} is in {split} here, but was in {splits[name]} "
+                        "before"
+                    )
+                entry = entries.setdefault(name, Entry(str(self.folder / name), [], name, where))
+                entry.captions.append(caption)
+                if wordless(caption):
+                    entry.where = where  # the row that the error names
+        for name, entry in entries.items():
+            found.add(splits[name], entry)
+        return found
+
+
+_COCO = "COCO's annotations, {images: [{id, file_name}], annotations: [{image_id, caption}]}"
+
+
+class CocoCaptionsData(CaptionFilesData):
+    """COCO's `captions_train2017.json` and `train2017/`, or other data in that form.
+
+    A file is `{"images": [{"id", "file_name"}, …], "annotations": [{"image_id", "caption"}, …]}`;
+    other keys are not read. A split whose file is not given is taken from train.
+
+    Source: Chen et al., Microsoft COCO Captions, 2015. The captions of its test images are not
+    published, so papers test on a part of the validation images (see `KarpathyData`).
+
+    Args:
+        annotations: the JSON file of the training images.
+        images: the folder of the training images, which each `file_name` is relative to.
+        val_annotations: the JSON file of the validation images.
+        val_images: the folder of the validation images; None: `images`.
+        test_annotations: the JSON file of the test images.
+        test_images: the folder of the test images; None: `images`.
+        **options: the arguments of `CaptionFilesData` and `CaptionDataModule`.
+
+    Raises:
+        ValueError, UserError: as `CaptionFilesData`.
+    """
+
+    def __init__(
+        self,
+        annotations: str | Path,
+        images: str | Path,
+        *,
+        val_annotations: str | Path | None = None,
+        val_images: str | Path | None = None,
+        test_annotations: str | Path | None = None,
+        test_images: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.files: dict[str, tuple[Path, Path]] = {}
+        for split, prefix, file, folder in (
+            ("train", "", annotations, images),
+            ("val", "val_", val_annotations, val_images),
+            ("test", "test_", test_annotations, test_images),
+        ):
+            if file is not None or split == "train":
+                self.files[split] = (
+                    existing(f"{prefix}annotations", file, folder=False),
+                    existing(f"{prefix}images", images if folder is None else folder, folder=True),
+                )
+            elif folder is not None:
+                raise ValueError(f"{prefix}images: needs {prefix}annotations, which is not given")
+
+    def entries(self) -> Entries:
+        found = Entries()
+        for split, (file, folder) in self.files.items():
+            _read(found, split, file, folder)
+        return found
+
+
+def _read(found: Entries, split: str, file: Path, folder: Path) -> None:
+    plain = read_json(file, _COCO)
+    entries: dict[Any, Entry] = {}
+    for number, image in enumerate(items_of(plain, "images", str(file))):
+        with found.noting():
+            where = f"{file}, images[{number}]"
+            key = value_of(image, "id", (int, str), where)
+            name = value_of(image, "file_name", str, where)
+            if key in entries:
+                raise UserError(f"data: {where}: the id {key} is also the id of another image")
+            entries[key] = Entry(str(folder / name), [], str(key), where)
+    for number, annotation in enumerate(items_of(plain, "annotations", str(file))):
+        with found.noting():
+            where = f"{file}, annotations[{number}]"
+            key = value_of(annotation, "image_id", (int, str), where)
+            if key not in entries:
+                raise UserError(f"data: {where}: no image has the id {key}")
+            caption = value_of(annotation, "caption", str, where)
+            if problem := wordless(caption):
+                raise UserError(f"data: {where}: {problem} of image {key}")
+            entries[key].captions.append(caption)
+    for entry in entries.values():
+        found.add(split, entry)
+
+
+_KARPATHY = "Karpathy's form, {images: [{filename, split, sentences: [{raw}]}]}"
+# "restval" holds the validation images of COCO that are in neither val nor test: the papers
+# train on it.
+_SPLITS = {"train": "train", "restval": "train", "val": "val", "test": "test"}
+
+
+class KarpathyData(CaptionFilesData):
+    """`dataset_flickr8k.json`, `dataset_flickr30k.json`, `dataset_coco.json` and their images.
+
+    An image is `{"filename", "split", "sentences": [{"raw"}, …]}`, and for COCO also has
+    `filepath`, the folder inside `images`. The split is train, restval (which is added to train),
+    val or test. A sentence without `raw` is joined from its `tokens`.
+
+    Source: Karpathy and Fei-Fei, Deep Visual-Semantic Alignments, 2015. The papers keep the words
+    that occur five times in the training captions, which is the default of `min_count`.
+
+    Args:
+        annotations: the JSON file.
+        images: the folder of the image files.
+        **options: the arguments of `CaptionFilesData` and `CaptionDataModule`.
+
+    Raises:
+        ValueError, UserError: as `CaptionFilesData`; an unknown split is named.
+    """
+
+    def __init__(self, annotations: str | Path, images: str | Path, **options: Any) -> None:
+        super().__init__(**options)
+        self.file = existing("annotations", annotations, folder=False)
+        self.folder = existing("images", images, folder=True)
+
+    def entries(self) -> Entries:
+        found = Entries()
+        plain = read_json(self.file, _KARPATHY)
+        for number, image in enumerate(items_of(plain, "images", str(self.file))):
+            with found.noting():
+                where = f"{self.file}, images[{number}]"
+                name = value_of(image, "filename", str, where)
+                split = value_of(image, "split", str, where)
+                if split not in _SPLITS:
+                    raise UserError(
+                        f"data: {where} ({name}): expected a split of {', '.join(_SPLITS)}, "
+                        f"got {split!r}"
+                    )
+                path = self.folder / str(image.get("filepath") or "") / name
+                captions = []
+                for place, sentence in enumerate(items_of(image, "sentences", where)):
+                    with found.noting():
+                        captions.append(_text(sentence, f"{where}, sentences[{place}]"))
+                found.add(_SPLITS[split], Entry(str(path), captions, name, where))
+        return found
+
+
+def _text(sentence: Any, where: str) -> str:
+    if isinstance(sentence, dict) and "raw" not in sentence:
+        tokens = sentence.get("tokens")
+        if isinstance(tokens, list):
+            return " ".join(map(str, tokens))
+    return value_of(sentence, "raw", str, where)

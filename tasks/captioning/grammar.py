@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator
 from random import Random
 from typing import Any, NamedTuple, cast
 
-from attnkit.tasks.captioning.scenes import (
+from attnkit.tasks.captioning.tokenizer import words_of
+from attnkit.tasks.images.scenes import (
     ATTRIBUTES,
     COLOURS,
     DIGITS,
@@ -21,7 +22,6 @@ from attnkit.tasks.captioning.scenes import (
     Thing,
     choose,
 )
-from attnkit.tasks.captioning.tokenizer import words_of
 
 CAPTIONS = 5
 OBJECTS_COLOURS_RELATION = ("kind", "colour", "relation")

@@ -12,10 +12,10 @@ from torchmetrics import Metric
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_csv
-from attnkit.metrics.localisation import on_grid
+from attnkit.metrics.maps import on_grid
 from attnkit.tasks.captioning.grammar import attribute_of, words_of_objects
-from attnkit.tasks.captioning.scenes import Scene
 from attnkit.tasks.captioning.tokenizer import END, PAD, Tokenizer, words_of
+from attnkit.tasks.images.scenes import Scene
 
 NAMING = {"noun": "kind", "colour": "colour"}
 

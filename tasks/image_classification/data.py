@@ -1,35 +1,40 @@
-"""Data modules for image classification; users subclass `ImageDataModule`."""
+"""Data modules for image classification: the base, which users subclass, digits and CIFAR-10."""
 
+import os
+import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchvision.datasets import CIFAR10
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from attnkit.core.arguments import choice
+from attnkit.core.arguments import choice, existing
+from attnkit.core.operators.files import cache_folder
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import BalancedSampler, PlacedSampler, stratified_split
-from attnkit.tasks.image_classification.augment import LEAST_CROP, Augment, random_crop
-from attnkit.tasks.images.crops import TrainingImages
-from attnkit.tasks.images.data import (
-    SplitImages,
-    check_fits_module,
-    fit_of,
-    follow_module,
-    module_of,
+from attnkit.tasks.image_classification.augment import (
+    LEAST_CROP,
+    Augment,
+    random_crop,
+    shipped_augment,
 )
+from attnkit.tasks.images.data import SplitImages, check_fits_module, follow_module
 from attnkit.tasks.images.decode import to_channels
-from attnkit.tasks.images.sets import ImageSet, MemoryImages
+from attnkit.tasks.images.sets import ImageSet, MemoryImages, TrainingImages
 from attnkit.tasks.images.sizes import (
     Fit,
     default_image_size,
     default_patch_size,
+    fit_of,
     sides,
 )
+from attnkit.tasks.loaders import module_of
 from attnkit.tasks.summary import class_lines, image_lines, outputs_text, split_line, value_lines
 
 AugmentArgument = nn.Module | Mapping[str, Any] | Literal["default"] | None
@@ -122,7 +127,7 @@ class ImageDataModule(SplitImages):
         if self.image_size is None:
             self.image_size = self.default_size(first)
         if "train" in self.sets and isinstance(self.augment, Augment) and self.augment.is_open:
-            from attnkit.tasks.image_classification.choose import settle  # few need it
+            from attnkit.tasks.image_classification.augment import settle  # few need it
 
             self.chosen["augment"] = settle(self.augment, self.sets["train"])
 
@@ -267,3 +272,95 @@ def fit_images(images: Tensor, fit: Fit, channels: int | None, *, fitted: bool) 
         images = F.resize(images, list(resized), how, antialias=fit.interpolation != "nearest")
         images = F.center_crop(images, list(size))
     return images
+
+
+class DigitsData(ImageDataModule):
+    """The 1,797 handwritten digits that come with scikit-learn, grey, 8 × 8 pixels.
+
+    Source: UCI, Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, 1998), the part
+    that scikit-learn ships. The arguments are those of `ImageDataModule`.
+    """
+
+    def __init__(self, *, test_fraction: float = 0.2, **options: Any) -> None:
+        super().__init__(test_fraction=test_fraction, **options)
+
+    def default_augment(self) -> Augment:
+        return shipped_augment("digits")
+
+    def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
+        from sklearn.datasets import load_digits  # takes half a second, which only this data needs
+
+        digits = load_digits()
+        # The data has 17 grey values, 0 to 16.
+        images = torch.from_numpy(digits.images * (255 / 16)).round().to(torch.uint8)
+        labels = torch.from_numpy(digits.target)
+        return {"train": MemoryImages(images.unsqueeze(1), labels)}, [str(d) for d in range(10)]
+
+
+class CIFAR10Data(ImageDataModule):
+    """CIFAR-10: 50,000 training and 10,000 test images of 32 × 32 pixels, 10 classes.
+
+    Without `root` the files are downloaded once (170 MB) into the user's cache folder. With `root`
+    they are read from that folder, which holds `cifar-10-batches-py/` (torchvision's layout);
+    nothing is downloaded, and `root` is not written to. Validation images are taken from train.
+
+    Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009. The other
+    arguments are those of `ImageDataModule`.
+
+    Raises:
+        ValueError: `root` is not a folder.
+        UserError: the files are missing and cannot be downloaded.
+    """
+
+    def __init__(
+        self,
+        root: str | Path | None = None,
+        *,
+        batch_size: int = 128,
+        **options: Any,
+    ) -> None:
+        if "test_fraction" in options:
+            raise TypeError("test_fraction: CIFAR-10 has its own test images")
+        super().__init__(batch_size=batch_size, **options)
+        self.root = None if root is None else existing("root", root, folder=True)
+        if self.root is not None and self.root.name == CIFAR10.base_folder:
+            self.root = self.root.parent
+
+    def default_augment(self) -> Augment:
+        return shipped_augment("cifar10")
+
+    def prepare_data(self) -> None:
+        if self.root is None and not (cache_folder() / CIFAR10.base_folder).is_dir():
+            self._download()
+
+    def load(self) -> tuple[Mapping[str, ImageSet], list[str]]:
+        root = self.root or cache_folder()
+        sets: dict[str, ImageSet] = {}
+        try:
+            for split in ("train", "test"):
+                dataset = CIFAR10(str(root), train=split == "train")
+                images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
+                sets[split] = MemoryImages(images, dataset.targets)
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"data.root: {root} does not hold CIFAR-10 as torchvision reads it "
+                f"(a complete folder {CIFAR10.base_folder})"
+            ) from error
+        return sets, list(dataset.classes)
+
+    def _download(self) -> None:
+        folder = cache_folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # The folder is completed elsewhere and then moved, so that no process sees a partial
+            # one.
+            with tempfile.TemporaryDirectory(dir=folder) as part:
+                CIFAR10(part, download=True)
+                target = folder / CIFAR10.base_folder
+                if not target.is_dir():
+                    os.replace(Path(part) / CIFAR10.base_folder, target)
+        except (RuntimeError, OSError) as error:  # URLError is an OSError
+            raise UserError(
+                f"data: CIFAR-10 cannot be downloaded to {folder}: {error}\n"
+                f"data.root=FOLDER reads it from a folder that holds {CIFAR10.base_folder}"
+            ) from error

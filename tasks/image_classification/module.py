@@ -25,7 +25,7 @@ from attnkit.tasks.images.module import NormalizesImages
 from attnkit.tasks.images.sizes import Size, sides
 
 if TYPE_CHECKING:
-    from attnkit.lightning.export.program import Program
+    from attnkit.lightning.export import Program
 
 
 class OfImages(NormalizesImages, TaskModule):
@@ -93,7 +93,7 @@ class OfImages(NormalizesImages, TaskModule):
         """Return the program to export: `model` maps uint8 images to the result of `forward`."""
         if self.image_size is None:
             return {}
-        from attnkit.lightning.export.program import Program
+        from attnkit.lightning.export import Program
 
         shape = (self.in_channels, *sides(self.image_size))
         return {

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric, R2Score
 from torchmetrics.functional.classification import binary_precision_recall_curve
 
-from attnkit.lightning.callbacks.class_report import ClassScore, class_scores, show_class_scores
+from attnkit.lightning.modules.classification import ClassScore, class_scores, show_class_scores
 from attnkit.lightning.modules.values import AllValues, ValuesModule
 from attnkit.lightning.protocols import Explained
 from attnkit.tasks.image_classification.module import OfImages

@@ -1,22 +1,33 @@
-"""Base of the data modules of images in splits."""
+"""Data modules of images: the base of those in splits, and images to predict."""
 
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from attnkit.core.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.trained_on import unknown_part, was_trained_on
+from attnkit.lightning.modules.module import unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import ResumableSampler
+from attnkit.tasks.images.decode import (
+    Depth,
+    OwnSize,
+    UndecodableImageError,
+    depth_lines,
+    read_file,
+    to_channels,
+)
+from attnkit.tasks.images.files import list_images, say, say_skipped
 from attnkit.tasks.images.module import NormalizesImages, say_tested
-from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size
-from attnkit.tasks.loaders import SplitData, make_loader
+from attnkit.tasks.images.sizes import Fit, Size, check_fit, checked_size, fit_of, sides
+from attnkit.tasks.loaders import BatchItems, SplitData, make_loader, module_of
 
 
 class SplitImages(SplitData):
@@ -102,10 +113,12 @@ class SplitImages(SplitData):
     def load(self) -> Any:
         """Return the splits that exist."""
 
-    @abstractmethod
     def split_rows(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:
         """Return the indices of the images that stay in train, then those of each split-off
-        part."""
+        part, drawn at random from the seed."""
+        counts = [round(fraction * len(train)) for fraction in fractions]
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.seed))
+        return [part.sort().values for part in order.split([len(train) - sum(counts), *counts])]
 
     def with_missing_splits(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return all splits, taking missing ones from train; equal files stay together.
@@ -191,7 +204,7 @@ class SplitImages(SplitData):
 
     def training_keys(self) -> Tensor:
         """Return the keys of the images of train and val, int64 [images]; see
-        `KnowsItsTraining`."""
+        `TaskModule`."""
         return torch.cat([self.sets[split].keys() for split in ("train", "val")])
 
     def _split_whole(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:
@@ -235,17 +248,6 @@ class SplitImages(SplitData):
             return 0
         local = self.trainer.num_devices if self.trainer else 1
         return max(1, min(8, (os.cpu_count() or 1) // local))
-
-
-def fit_of(data: Any, size: Size | None = None) -> Fit:
-    """Return how a data module resizes pictures, to `size` or to its own `image_size`."""
-    how = data.interpolation or "bicubic", data.crop_pct or 1.0, data.value_range
-    return Fit(size or data.image_size, *how)
-
-
-def module_of(data: LightningDataModule) -> Any:
-    """Return the module in a data module's trainer, or None."""
-    return data.trainer.lightning_module if data.trainer is not None else None
 
 
 def follow_module(data: Any) -> None:
@@ -296,3 +298,131 @@ def with_train(sets: Mapping[str, Any]) -> dict[str, Any]:
     if "train" not in sets:
         raise UserError(f"data: no train split, only {', '.join(sets) or 'nothing'}")
     return dict(sets)
+
+
+class ImagePaths(BatchItems):
+    """Image files, fetched by the batch.
+
+    A batch is uint8 images [batch, channels, height, width], or a list of images of their own
+    sizes, and the list of their paths. A file
+    that cannot be decoded is printed and left out, so that a batch may be shorter or empty. The
+    first file of each kind with more than 8 bits is printed.
+    """
+
+    def __init__(self, paths: Sequence[str], fit: Fit | OwnSize, in_channels: int) -> None:
+        self.paths = list(paths)
+        self.fit, self.in_channels = fit, in_channels
+        self._printed: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitems__(self, numbers: Sequence[int]) -> Any:
+        images, paths = [], []
+        for path in (self.paths[number] for number in numbers):
+            try:
+                images.append(self.read(path))
+            except UndecodableImageError as error:
+                say(f"left out: {path} ({error})")
+                continue
+            paths.append(path)
+        return self.together(images), paths
+
+    def read(self, path: str) -> Tensor:
+        """Read the image of a file."""
+        read = read_file(path, self.fit)
+        if read.depth is not None:
+            self._print_depth(path, read.depth)
+        return to_channels(read.image, self.in_channels)
+
+    def together(self, images: list[Tensor]) -> Any:
+        """Join the images of a batch."""
+        if images:
+            return images if isinstance(self.fit, OwnSize) else torch.stack(images)
+        size = (0, 0) if isinstance(self.fit, OwnSize) else sides(self.fit.size)
+        return torch.empty((0, self.in_channels, *size), dtype=torch.uint8)
+
+    def _print_depth(self, path: str, depth: Depth) -> None:
+        for line in depth_lines("images", {path: depth}, self.fit.value_range):
+            kind = f"{depth[0]}, {'cut off' in line}"
+            if kind not in self._printed:
+                say(line)
+            self._printed.add(kind)
+
+
+class PredictData(LightningDataModule):
+    """Images under a folder (at any depth) or one image file, for `Trainer.predict`.
+
+    Args:
+        images: the folder or file.
+        image_size: side in pixels, or [height, width]; `module.image_size` of the trained module.
+        in_channels: 1 (grey) or 3 (RGB); `module.in_channels`.
+        interpolation, crop_pct, value_range: how pictures are resized: see `Fit`; None: as in the
+            module in the trainer, otherwise bicubic, 1, and all values of 16 bits.
+        batch_size: images per step and process.
+        num_workers: processes that decode.
+
+    Raises:
+        ValueError: `images` is neither a folder nor a file, or another argument is out of range.
+        UserError: in `setup`, if the folder holds no images, or the module in the trainer was made
+            for images of another size or number of channels.
+    """
+
+    def __init__(
+        self,
+        images: str | Path,
+        *,
+        image_size: Size,
+        in_channels: int = 3,
+        interpolation: str | None = None,
+        crop_pct: float | None = None,
+        value_range: Sequence[float] | None = None,
+        batch_size: int = 64,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        # There may be fewer images than processes.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.images = Path(images).expanduser().absolute()
+        if not self.images.exists():
+            raise ValueError(f"images: no such file or folder: {images}")
+        if image_size is None:
+            raise ValueError("image_size: expected the side the model was trained on, got None")
+        self.image_size = checked_size(image_size)
+        check_fit(interpolation, crop_pct, value_range)
+        if in_channels not in (1, 3):
+            raise ValueError(f"in_channels: expected 1 or 3, got {in_channels}")
+        at_least(1, batch_size=batch_size)
+        at_least(0, num_workers=num_workers)
+        self.interpolation = interpolation
+        self.crop_pct = crop_pct
+        self.value_range = value_range
+        self.in_channels = in_channels
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.paths: list[str] = []
+
+    def setup(self, stage: str | None = None) -> None:
+        follow_module(self)
+        check_fits_module(self)
+        self.paths = [str(self.images)]
+        if self.images.is_dir():
+            skipped: list[str] = []
+            self.paths = list_images(self.images, skipped)
+            say_skipped(self.images, skipped)
+        if not self.paths:
+            raise UserError(f"images: no image files under {self.images}")
+
+    def images_at(self, paths: Sequence[str]) -> BatchItems:
+        """Return the data set; subclasses override this if their batches have another form."""
+        module = module_of(self)
+        if getattr(module, "max_image_tokens", None):
+            from attnkit.tasks.images.native import vit_of
+
+            patch = vit_of(module).patch_embed.patch_size[0]
+            own = OwnSize.of(self, patch, module.max_image_tokens)
+            return ImagePaths(paths, own, self.in_channels)
+        return ImagePaths(paths, fit_of(self), self.in_channels)
+
+    def predict_dataloader(self) -> EVAL_DATALOADERS:
+        return make_loader(self, self.images_at(self.paths), "predict", "images")

@@ -3,30 +3,20 @@
 import contextlib
 import math
 import os
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from PIL import Image, ImageOps
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
-from attnkit.lightning.console import say
-from attnkit.lightning.errors import first_line
+from attnkit.lightning.errors import UserError, first_line
 from attnkit.tasks.images.sizes import Fit, Size, sides
 
-# Reading a small file is faster than waking a thread, so that a thread reads several.
-_CHUNK = 32
-_SILENT_FOR = 10.0  # seconds
-_SHOW_PROGRESS_FROM = 2000
 _LUMA = torch.tensor([299, 587, 114], dtype=torch.int32).view(3, 1, 1)  # ITU-R BT.601, in 1/1000
 # Describes `read_image` to users of exported programs.
 PREPARED = (
@@ -48,6 +38,50 @@ class UndecodableImageError(Exception):
     """A file is not an image, or is broken. The message is the reason."""
 
 
+class OwnSize(NamedTuple):
+    """Rules by which a picture becomes an image of its own size.
+
+    Each side becomes the nearest multiple of the patch. A picture of more than `max_tokens` patches
+    is shrunk to at most that many, with its aspect ratio.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        max_tokens: maximum number of patches of an image.
+        interpolation, value_range: as in `Fit`.
+    """
+
+    patch_size: int
+    max_tokens: int
+    interpolation: str = "bicubic"
+    value_range: Sequence[float] | None = None
+
+    @classmethod
+    def of(cls, data: Any, patch_size: int, max_tokens: int) -> "OwnSize":
+        return cls(patch_size, max_tokens, data.interpolation or "bicubic", data.value_range)
+
+    @property
+    def max_pixels(self) -> int:
+        return self.max_tokens * self.patch_size**2
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of patches of a picture of this height and width in pixels.
+
+        Raises:
+            UndecodableImageError: a side is shorter than a patch.
+        """
+        if min(height, width) < self.patch_size:
+            raise UndecodableImageError(
+                f"{width} × {height} pixels, a side is below the patch of {self.patch_size}"
+            )
+        factor = min(1.0, self.patch_size * math.sqrt(self.max_tokens / (height * width)))
+        rows, columns = (max(1, round(n * factor / self.patch_size)) for n in (height, width))
+        if rows * columns > self.max_tokens:  # because of rounding
+            if rows > columns:
+                return self.max_tokens // columns, columns
+            return rows, self.max_tokens // rows
+        return rows, columns
+
+
 class Read(NamedTuple):
     """The result of reading a file.
 
@@ -55,11 +89,13 @@ class Read(NamedTuple):
         image: uint8 RGB [3, height, width].
         whole: the whole picture, [height, width, 3], if it was requested.
         depth: what 8 bits a channel cannot hold, if anything.
+        shrunk: whether the picture has more patches than an image of its own size may have.
     """
 
     image: Tensor
     whole: Tensor | None
     depth: Depth | None
+    shrunk: bool = False
 
 
 def read_image(
@@ -96,11 +132,20 @@ def read_picture(
     return _opened(path, value_range, least_area=least_area)[0]
 
 
-def read_file(path: str | Path, fit: Fit, least_area: float | None = None) -> Read:
-    """Read the image of `read_image`, and with `least_area` also the picture of `read_picture`.
+def read_file(path: str | Path, fit: Fit | OwnSize, least_area: float | None = None) -> Read:
+    """Read the image of `read_image`, and with `least_area` also the picture of `read_picture`; or
+    an image of its own size.
 
     The file is decoded once if the result is the same.
     """
+    if isinstance(fit, OwnSize):
+        picture, _, depth = _opened(path, fit.value_range, least_area=fit.max_pixels)
+        rows, columns = fit.grid(picture.height, picture.width)
+        shrunk = picture.width * picture.height > 1.01 * fit.max_pixels
+        size = columns * fit.patch_size, rows * fit.patch_size
+        if size != picture.size:
+            picture = picture.resize(size, Image.Resampling[fit.interpolation.upper()])
+        return Read(as_tensor(picture), None, depth, shrunk)
     whole = None
     if least_area is not None:
         picture, is_full, depth = _opened(path, fit.value_range, least_area=least_area)
@@ -194,120 +239,6 @@ def to_channels(images: Tensor, channels: int) -> Tensor:
     return ((grey + 500) // 1000).to(torch.uint8)
 
 
-class Pictures:
-    """Pictures of different sizes in one tensor, which worker processes share.
-
-    Args:
-        shapes: height and width, int64 [pictures, 2]; 0 and 0 for an empty picture.
-        pixels: the pixels of all pictures, uint8.
-    """
-
-    def __init__(self, shapes: Tensor, pixels: Tensor) -> None:
-        self.shapes, self.pixels = shapes, pixels
-        self.starts = torch.cat([shapes.new_zeros(1), 3 * shapes.prod(dim=1).cumsum(0)])
-
-    @classmethod
-    def of(cls, pictures: Sequence[Tensor]) -> "Pictures":
-        """Build from pictures uint8 [height, width, 3]; a tensor without elements is an empty
-        one."""
-        shapes = torch.tensor([[*p.shape[:2]] if p.numel() else [0, 0] for p in pictures])
-        return cls(shapes, torch.cat([picture.flatten() for picture in pictures]))
-
-    def __getitem__(self, number: int) -> Tensor:
-        start, stop = self.starts[number : number + 2].tolist()
-        return self.pixels[start:stop].view(*self.shapes[number].tolist(), 3)
-
-
-@dataclass
-class Pixels:
-    """The result of decoding files: pixels, exact sums for mean and deviation, and failures.
-
-    Attributes:
-        images: uint8 [files, channels, height, width], or None if the pixels were not kept.
-        sums: int64 [files, 2, channels], the sum of the pixels and of their squares per channel.
-        grey: bool [files], whether the channels are equal.
-        keys: int64 [files], keys of the bytes of each file; see `keys_of`.
-        failures: maps the index of a file to the reason why it cannot be decoded.
-        depths: maps the index of a file to what 8 bits a channel cannot hold of it.
-        pictures: the whole pictures of the files, empty if the image is the whole picture or there
-            is none; None if they were not requested.
-    """
-
-    images: Tensor | None
-    sums: Tensor
-    grey: Tensor
-    keys: Tensor
-    failures: dict[int, str]
-    depths: dict[int, Depth]
-    pictures: Pictures | None = None
-
-
-def decode_files(
-    paths: Sequence[str],
-    fit: Fit,
-    channels: int,
-    *,
-    keep: bool,
-    title: str,
-    least_area: float | None = None,
-) -> Pixels:
-    """Decode every file once, in threads (Pillow releases the interpreter's lock).
-
-    Args:
-        paths: the files.
-        fit: how pictures become images.
-        channels: 1 or 3.
-        keep: whether the pixels stay in memory.
-        title: title of the progress bar.
-        least_area: that of `read_picture`, if whole pictures are kept too.
-    """
-    shape = (len(paths), channels, *sides(fit.size))
-    images = torch.empty(shape, dtype=torch.uint8) if keep else None
-    sums = torch.zeros((len(paths), 2, channels), dtype=torch.int64)
-    grey = torch.zeros(len(paths), dtype=torch.bool)
-    keys = torch.zeros(len(paths), dtype=torch.int64)
-    failures: dict[int, str] = {}
-    depths: dict[int, Depth] = {}
-    pictures = [torch.empty(0, dtype=torch.uint8)] * len(paths) if least_area else None
-
-    def decode_chunk(start: int) -> int:
-        decoded: dict[int, Tensor] = {}
-        stop = min(start + _CHUNK, len(paths))
-        for number in range(start, stop):
-            try:
-                read = read_file(paths[number], fit, least_area)
-            except UndecodableImageError as error:
-                failures[number] = str(error)
-                continue
-            decoded[number] = read.image
-            if read.depth is not None:
-                depths[number] = read.depth
-            is_part = read.whole is not None and read.whole.shape[:2] != read.image.shape[1:]
-            if pictures is not None and read.whole is not None and (is_part or channels == 1):
-                pictures[number] = read.whole
-        if decoded:
-            pixels = to_channels(torch.stack([*decoded.values()]), channels)
-            rows = torch.tensor([*decoded])
-            sums[rows] = pixel_sums(pixels)
-            grey[rows] = (pixels == pixels[:, :1]).flatten(1).all(dim=1)
-            keys[rows] = keys_of(Path(paths[number]).read_bytes() for number in decoded)
-            if images is not None:
-                images[rows] = pixels
-        return stop - start
-
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        chunks = pool.map(decode_chunk, range(0, len(paths), _CHUNK))
-        try:
-            for _ in with_progress(chunks, len(paths), title):
-                pass
-        except BaseException:  # a signal: do not wait for files that are not begun
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    failures, depths = dict(sorted(failures.items())), dict(sorted(depths.items()))
-    whole = Pictures.of(pictures) if pictures else None
-    return Pixels(images, sums, grey, keys, failures, depths, whole)
-
-
 def keys_of(contents: Iterable[bytes]) -> Tensor:
     """Return keys, int64 [contents], equal for equal contents in any file and process.
 
@@ -321,28 +252,6 @@ def pixel_sums(images: Tensor) -> Tensor:
     """Return sums of pixels and squared pixels, int64 [images, 2, channels]; exact."""
     wide = images.flatten(2).to(torch.int32)
     return torch.stack([wide.sum(dim=2), wide.square().sum(dim=2)], dim=1)
-
-
-def with_progress(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
-    """Yield 1 for each file that the chunks have processed, and show a progress bar."""
-    console = Console(stderr=True)
-    rank = getattr(rank_zero_only, "rank", 0)
-    quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal or rank != 0
-    if not console.is_terminal and rank == 0:
-        chunks = _with_lines(chunks, total, title)
-    steps = (1 for count in chunks for _ in range(count))
-    return iter(track(steps, title, total, console=console, transient=True, disable=quiet))
-
-
-def _with_lines(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
-    """Print the progress every ten seconds, for output without a progress bar."""
-    done, last = 0, time.monotonic()
-    for count in chunks:
-        yield count
-        done += count
-        if time.monotonic() - last >= _SILENT_FOR:
-            say(f"{title}: {done:,} of {total:,}")
-            last = time.monotonic()
 
 
 def _to_rgb(
@@ -385,3 +294,85 @@ def _reason(path: str | Path, error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image"
     return first_line(error)
+
+
+_TOPS = {INTEGERS: (255, 1023, 4095, 16383, 65535), FLOATS: (1, 255)}
+_LOST = {
+    COLOURS: "the upper 8 of them are read; files that use fewer bits are dark, convert them",
+    FOURTH_BAND: "it is left out, be it near infrared or transparency",
+}
+
+
+def range_of(depths: Mapping[str, Depth]) -> list[float] | None:
+    """Return the values that become 0 and 255, one range for a data set, from its training files.
+
+    For integers the range is 0 to the largest number of 8, 10, 12, 14 or 16 bits, for floats 0 to 1
+    or 255, if it contains all values; otherwise from the lowest to the highest value.
+
+    Args:
+        depths: maps a path to what 8 bits cannot hold of the file.
+
+    Returns:
+        [low, high], or None if no file is grey with more than 8 bits.
+
+    Raises:
+        UserError: some files hold integers and others floats, with different ranges.
+    """
+    ranges: dict[str, tuple[str, list[float]]] = {}
+    for kind, tops in _TOPS.items():
+        found = {path: depth for path, depth in depths.items() if depth[0] == kind}
+        low = min((low for _, low, _ in found.values()), default=math.inf)
+        high = max((high for _, _, high in found.values()), default=-math.inf)
+        if high < low:
+            continue
+        slack = 0.01 if kind == FLOATS else 0.0  # tolerance for rounding errors
+        fits = (t for t in tops if -slack * t <= low and high <= t * (1 + slack))
+        top = next((t for t in fits if kind == INTEGERS or high > t / 4), None)
+        bottom = min(0, low)
+        observed = [bottom, high if high > bottom else 1.0]
+        chosen: list[float] = observed if top is None else [0, top]
+        ranges[kind] = next(iter(found)), chosen
+    if len({tuple(chosen) for _, chosen in ranges.values()}) > 1:
+        named = " and ".join(
+            f"{path} holds {kind}, {_text(chosen)}" for kind, (path, chosen) in ranges.items()
+        )
+        raise UserError(
+            f"data: {named}\n  bring them to one kind, or set data.value_range=[low,high]"
+        )
+    return next((chosen for _, chosen in ranges.values()), None)
+
+
+def depth_lines(
+    split: str,
+    depths: Mapping[str, Depth],
+    value_range: Sequence[float] | None,
+    *,
+    brief: bool = False,
+) -> Iterator[str]:
+    """Yield a line for each kind of file of more than 8 bits that says how its values are mapped.
+
+    Args:
+        split: the split of the files, for the line.
+        depths: maps a path to what 8 bits cannot hold of the file.
+        value_range: see `Fit`.
+        brief: leave out lines that repeat those of the training files.
+    """
+    by_kind: dict[str, dict[str, Depth]] = defaultdict(dict)
+    for path, depth in depths.items():
+        by_kind[depth[0]][path] = depth
+    for kind, found in by_kind.items():
+        files = f"{len(found):,} files have" if len(found) > 1 else f"{next(iter(found))} has"
+        if kind in _LOST:
+            yield f"{split}: {files} {kind}; {_LOST[kind]}"
+            continue
+        low, high = value_range or FULL_RANGES[kind]
+        span = [min(one[1] for one in found.values()), max(one[2] for one in found.values())]
+        outside = sum(one[1] < low or one[2] > high for one in found.values())
+        if outside or not brief:
+            line = f"{split}: {files} {kind}, {_text(span)}; {_text((low, high))} becomes 0 to 255"
+            line += f", and what is outside, in {outside:,}, is cut off" if outside else ""
+            yield f"{line} (value_range=[{low:g},{high:g}])"
+
+
+def _text(span: Sequence[float]) -> str:
+    return f"{span[0]:g} to {span[1]:g}"

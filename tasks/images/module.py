@@ -152,6 +152,6 @@ def say_tested(trainer: Any, split: str, count: int, how: str = "") -> None:
     """Print how many images a test uses; `how` describes which."""
     if is_limited(trainer, "test"):
         how += f"; trainer.limit_test_batches={trainer.limit_test_batches} of the batches"
-    from attnkit.tasks.images.folder import say_once
+    from attnkit.tasks.images.files import say_once
 
     say_once(f"{split}: {count:,} images{how}")

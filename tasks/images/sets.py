@@ -1,11 +1,13 @@
-"""Data sets of labelled images, in memory or in files."""
+"""Data sets of images with labels, in memory or in files, their random crops and ground truth."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -13,11 +15,13 @@ from torch.utils.data import Dataset
 
 from attnkit.lightning.errors import RunError
 from attnkit.tasks.images.decode import (
-    Pictures,
+    OwnSize,
     UndecodableImageError,
     as_picture,
+    as_tensor,
     keys_of,
     pixel_sums,
+    read_file,
     read_image,
     read_picture,
     to_channels,
@@ -121,7 +125,7 @@ class MemoryImages(ImageSet):
         self,
         images: Tensor,
         labels: Tensor | Sequence[int],
-        pictures: Pictures | None = None,
+        pictures: Sequence[Tensor] | None = None,
     ) -> None:
         self.images = images
         self.pictures = pictures
@@ -190,8 +194,153 @@ class FileImages(ImageSet):
         return _unchanged(path, read_picture, self.least_area, self.fit.value_range)
 
 
+class NativeImages(ImageSet):
+    """Labelled images of their own sizes, in memory or decoded on access.
+
+    A batch is a list of uint8 images [channels, height, width] and int64 labels [batch].
+
+    Args:
+        paths: the files; indices of those that can be decoded are selected later.
+        labels: integers [images].
+        how: how pictures become images.
+        channels: 1 (grey) or 3.
+        sizes: number of patches of each file, int64 [files]; 0 if it cannot be decoded.
+        pixel_sums: int64 [images, 2, channels].
+        kept: the decoded images; None: they are read from the files.
+    """
+
+    fitted = True
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        labels: Tensor,
+        how: OwnSize,
+        channels: int,
+        sizes: Tensor,
+        pixel_sums: Tensor,
+        kept: Sequence[Tensor | None] | None,
+    ) -> None:
+        self.paths, self.labels, self.how = list(paths), labels, how
+        self.channels, self.sizes, self.known_sums, self.kept = channels, sizes, pixel_sums, kept
+        self.rows = torch.arange(len(paths))
+        middle = sizes[sizes > 0].double().median()
+        self.size = round(math.sqrt(float(middle))) * how.patch_size
+        self.reads_files = kept is None
+
+    def fetch(self, rows: Tensor) -> Any:
+        """Return the images with these indices as a list."""
+        numbers = self.rows[rows].tolist()
+        return [self.kept[n] for n in numbers] if self.kept is not None else self._read(numbers)
+
+    def _read(self, numbers: Sequence[int]) -> list[Tensor]:
+        images = (_unchanged(self.paths[n], read_file, self.how).image for n in numbers)
+        return [to_channels(image, self.channels) for image in images]
+
+    def select(self, rows: Tensor) -> ImageSet:
+        part: Any = super().select(rows)
+        part.sizes = self.sizes[rows]
+        return part
+
+    @property
+    def num_pixels(self) -> int:
+        return int(self.sizes.sum()) * self.how.patch_size**2
+
+
 def _unchanged(path: str, read: Callable[..., Any], *how: Any) -> Any:
     try:
         return read(path, *how)
     except UndecodableImageError as error:
         raise RunError(f"{path} changed while in use: {error}") from error
+
+
+Place = tuple[int, int, int]
+
+
+class TrainingImages(Dataset):
+    """Images fetched by the batch, by the triples (epoch, place, index) of a `PlacedSampler`.
+
+    With a crop, an image is another part of its whole picture each time it is fetched. The part
+    depends only on the seed, the epoch and the place in the epoch, for any number of processes and
+    workers.
+
+    Args:
+        images: the set.
+        crop: maps a picture to one of the size of the images and draws from torch's generator;
+            None: images are not cropped.
+        seed: seed of the crops.
+    """
+
+    def __init__(
+        self, images: ImageSet, crop: Callable[[Image.Image], Image.Image] | None, seed: int
+    ) -> None:
+        self.images = images
+        self.crop = crop
+        self.seed = seed
+
+    @property
+    def labels(self) -> Tensor:
+        return self.images.labels
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether fetching takes enough work for worker processes."""
+        return self.images.reads_files or self.crop is not None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitems__(self, places: Sequence[Place]) -> tuple[Tensor, Tensor]:
+        rows = [number for _, _, number in places]
+        if self.crop is None:
+            return self.images.__getitems__(rows)
+        cropped = []
+        with torch.random.fork_rng(devices=[]):
+            for epoch, place, number in places:
+                key = np.random.SeedSequence([self.seed, epoch, place])
+                torch.default_generator.manual_seed(int(key.generate_state(1)[0]))
+                cropped.append(as_tensor(self.crop(self.images.picture(number))))
+        pixels, channels = torch.stack(cropped), self.images.channels
+        if pixels.shape[1] != channels:
+            pixels = to_channels(pixels, channels)
+        return pixels, self.labels[rows]
+
+    def __getitem__(self, place: Place) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([place])
+        return images[0], labels[0]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Images and masks of the objects in them that show the right answer.
+
+    images: uint8 [images, channels, height, width], as the model takes them.
+    masks: bool [images, objects, height, width]: True = the object.
+    classes: int64 [images, objects]: the class that each object shows; None for captions.
+    objects_of: for captions, maps (index of the image, sentence) to pairs (index of the word, index
+        of the object that it names).
+    """
+
+    images: Tensor
+    masks: Tensor
+    classes: Tensor | None = None
+    objects_of: Callable[[int, str], list[tuple[int, int]]] | None = None
+
+    def mask_of(self, image: int, class_number: int) -> Tensor | None:
+        """Return the mask of the objects that show a class, bool [height, width], or None if the
+        image has none."""
+        if self.classes is None:
+            raise ValueError(
+                "mask_of: objects of captions have words instead of classes; use objects_of"
+            )
+        found = (self.classes[image] == class_number).nonzero().flatten().tolist()
+        return self.masks[image, found].any(dim=0) if found else None
+
+
+@runtime_checkable
+class KnowsTruth(Protocol):
+    """A data module that knows where the evidence is in its images, after `setup`."""
+
+    def truth(self, split: str = "test") -> Truth:
+        """Return the ground truth of the images of a split, in its order."""
+        ...

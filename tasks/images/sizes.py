@@ -1,7 +1,7 @@
 """Default image and patch sizes, and how pictures are resized to them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attnkit.core.arguments import at_least, choice, pair, up_to_1
 from attnkit.lightning.errors import UserError
@@ -40,6 +40,12 @@ class Fit(NamedTuple):
         if height * wide <= width * high:
             return high, max(wide, whole(width * high / height))
         return max(high, whole(height * wide / width)), wide
+
+
+def fit_of(data: Any, size: Size | None = None) -> Fit:
+    """Return how a data module resizes pictures, to `size` or to its own `image_size`."""
+    how = data.interpolation or "bicubic", data.crop_pct or 1.0, data.value_range
+    return Fit(size or data.image_size, *how)
 
 
 def least_area(size: Size, crop_min_area: float) -> float:

@@ -14,7 +14,7 @@ from attnkit.core.arguments import at_least
 from attnkit.lightning import ClassReport
 from attnkit.lightning.console import in_picture
 from attnkit.lightning.files import replacing
-from attnkit.tasks.segmentation.sets import IGNORED
+from attnkit.tasks.segmentation.data import IGNORED
 
 _HIGH = 160  # minimum height in pixels of a row of examples
 _LINE = 14

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attnkit
 from attnkit import Causal, Hard, KeyValueCache, MultiHeadAttention, Padding, Window
-from attnkit.core.positions.rotary import Rotation
+from attnkit.core.positions.relative import Rotation
 
 BATCH, TOKENS, DIM, HEADS = 3, 13, 20, 5
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -251,6 +251,4 @@ def test_a_reader_of_self_attention_opens_few_files():
         block(tokens).sum().backward()
     finally:
         sys.setprofile(None)
-    assert files == {
-        "multihead.py", "projections.py", "attend.py", "sdpa.py", "base.py",
-    }  # fmt: skip
+    assert files == {"multihead.py", "attend.py", "sdpa.py", "base.py"}

@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from attnkit.launch import folder as folders
 from attnkit.lightning import BestCheckpoint, EpochLines, LastCheckpoint, Plateau, UserError
 from attnkit.lightning.best import mode_of, rank
-from attnkit.lightning.modules.monitors import MonitorsInSanityCheck, direction
+from attnkit.lightning.modules.checks import MonitorsInSanityCheck, direction
 from attnkit.tasks.captioning import ImageCaptioning
 from attnkit.tasks.graphs import LinkPrediction, NodeClassification
 from attnkit.tasks.image_classification import ImageClassification

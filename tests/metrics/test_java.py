@@ -32,7 +32,9 @@ needs_java = pytest.mark.skipif(
     ("name", "make"), [("METEOR", METEOR), ('tokenizer="ptb"', lambda: BLEU(tokenizer="ptb"))]
 )
 def test_what_is_missing_is_named(coco, java, missing, name, make, monkeypatch):
-    monkeypatch.setattr("attnkit.metrics.java.find_spec", lambda name: object() if coco else None)
+    monkeypatch.setattr(
+        "attnkit.metrics.tokenizers.find_spec", lambda name: object() if coco else None
+    )
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/java" if java else None)
     with pytest.raises(RuntimeError) as error:
         make()

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torchmetrics import MetricCollection
 
 from attnkit.metrics import AttributionMass, PerturbationGap, PointingGame
-from attnkit.metrics.localisation import on_grid
+from attnkit.metrics.maps import on_grid
 
 TWO_RANKS = Path(__file__).with_name("two_ranks_of_maps.py")
 

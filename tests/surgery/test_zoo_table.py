@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnkit.core.capture.torch_functions import PRODUCTS, SOFTMAX
+from attnkit.core.capture.functions import PRODUCTS, SOFTMAX
 from attnkit.surgery.convert import is_known
 from attnkit.surgery.replace import _attention_modules
 

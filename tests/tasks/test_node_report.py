@@ -14,15 +14,15 @@ from torch_geometric.utils import contains_self_loops, homophily, remove_self_lo
 
 import attnkit
 from attnkit.lightning import UserError
-from attnkit.lightning.callbacks.predictions import PredictionsFile
+from attnkit.lightning.callbacks.results import PredictionsFile
 from attnkit.tasks.graphs import (
     GraphDataModule,
     NodeClassification,
     NodePredictions,
     NodeReport,
 )
-from attnkit.tasks.graphs.report.attended import largest_of_each
-from attnkit.tasks.graphs.report.neighbourhoods import (
+from attnkit.tasks.graphs.node_attention import largest_of_each
+from attnkit.tasks.graphs.node_report import (
     NeighbourhoodScores,
     in_degrees,
     label_homophily,

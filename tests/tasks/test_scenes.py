@@ -1,7 +1,6 @@
 """Scenes: what they are, that captions mean them, that masks show them, and what is held out."""
 
 import re
-from collections import Counter
 from random import Random
 
 import numpy as np
@@ -16,23 +15,27 @@ from attnkit.tasks.captioning import (
     draw_scene,
     is_right,
     parse_caption,
-    scenes_data,
     words_of,
     words_of_objects,
 )
-from attnkit.tasks.captioning.drawing import RGB, draw
+from attnkit.tasks.captioning import data as captioning_data
+from attnkit.tasks.captioning.data import compose
 from attnkit.tasks.captioning.grammar import RELATION_OF
-from attnkit.tasks.captioning.scenes import (
+from attnkit.tasks.images.scenes import (
     COLOURS,
     CONTAINERS,
     DIGITS,
     KINDS,
     RELATIONS,
+    RGB,
     SIZES,
     TEXTURES,
+    draw,
+)
+from attnkit.tasks.images.scenes import (
+    handwriting as handwriting_of,
 )
 
-compose = scenes_data.compose
 VALUES = {"kind": KINDS, "colour": COLOURS, "size": SIZES, "texture": TEXTURES}
 SEVEN = {"kind": "seven", "colour": "red", "size": "small", "texture": "plain"}
 SQUARE = {"kind": "square", "colour": "blue", "size": "large", "texture": "striped"}
@@ -158,15 +161,6 @@ def test_words_name_their_objects():
     assert words_of_objects(wrong, SCENE) == [(2, 1), (3, 1)]
 
 
-def test_the_words_of_captions():
-    random = Random(11)
-    found = Counter(
-        word for scene in scenes(2000) for c in captions_of(scene, random) for word in words_of(c)
-    )
-    assert len(found) >= 60
-    assert min(found.values()) >= 20
-
-
 def test_held_out_pairs_are_of_everything():
     assert {kind for kind, _ in HELD_OUT} == set(KINDS)
     assert {colour for _, colour in HELD_OUT} == set(COLOURS)
@@ -195,7 +189,7 @@ def pairs_of(scene):
 def test_handwriting_of_the_tests_is_not_trained_on(data, monkeypatch):
     parts = [
         {image.tobytes() for images in digits.values() for image in images}
-        for digits in scenes_data.handwriting(data.seed)
+        for digits in handwriting_of(data.seed)
     ]
     assert sum(len(part) for part in parts) == 1797
     assert not parts[0] & parts[1]
@@ -208,7 +202,7 @@ def test_handwriting_of_the_tests_is_not_trained_on(data, monkeypatch):
         assert list(digits) == list(DIGITS)
         return compose(split, 1, side, digits, seed)
 
-    monkeypatch.setattr(scenes_data, "compose", recording)
+    monkeypatch.setattr(captioning_data, "compose", recording)
     ScenesData().setup()
     expected = ("train", "val", "test", "compositional")
     assert used == dict(zip(expected, (*parts, parts[2]), strict=True))
@@ -217,7 +211,7 @@ def test_handwriting_of_the_tests_is_not_trained_on(data, monkeypatch):
 @pytest.mark.parametrize("side", [48, 97])
 def test_masks_and_places(side):
     random = Random(13)
-    handwriting = scenes_data.handwriting(0)[0]
+    handwriting = handwriting_of(0)[0]
     for scene in scenes(200, compositional=True):
         picture = draw(scene, side, handwriting, random)
         assert picture.image.shape == (3, side, side)
@@ -263,7 +257,7 @@ def test_masks_have_the_colour_that_captions_name(data):
 
 
 def test_sizes_can_be_told():
-    random, handwriting = Random(17), scenes_data.handwriting(0)[0]
+    random, handwriting = Random(17), handwriting_of(0)[0]
     sides = {size: [] for size in SIZES}
     for scene in scenes(200):
         masks = draw(scene, 48, handwriting, random).masks

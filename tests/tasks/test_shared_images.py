@@ -7,7 +7,7 @@ from PIL import Image
 
 from attnkit.lightning.files import SHARED_FOLDER
 from attnkit.tasks.image_classification import ImageFolderData
-from attnkit.tasks.images import decode
+from attnkit.tasks.images import scan
 
 SPLITS = {"val_fraction": 0.3, "test_fraction": 0.3}
 
@@ -28,8 +28,10 @@ def photos(tmp_path):
 def decoded(monkeypatch):
     """The files that this process has decoded."""
     paths = []
-    read = decode.read_file
-    monkeypatch.setattr(decode, "read_file", lambda path, *a: paths.append(path) or read(path, *a))
+    decode = scan.decode_files
+    monkeypatch.setattr(
+        scan, "decode_files", lambda files, *a, **o: paths.extend(files) or decode(files, *a, **o)
+    )
     return paths
 
 
@@ -99,15 +101,15 @@ def test_a_folder_that_cannot_be_written_costs_time_only(photos, decoded, tmp_pa
 
 def test_a_file_that_could_not_be_read_for_a_while_is_read_later(photos, tmp_path, monkeypatch):
     monkeypatch.setenv(SHARED_FOLDER, str(tmp_path / "shared"))
-    read = decode.read_file
+    read = scan.read_file
 
     def away(path, *others):
         if str(path).endswith("2.png"):
-            raise decode.UndecodableImageError("not readable")
+            raise scan.UndecodableImageError("not readable")
         return read(path, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "read_file", away)
+        patch.setattr(scan, "read_file", away)
         few = images_of(photos)
     counts = [
         sum(len(labels) for _, labels in found.values()) for found in (few, images_of(photos))

@@ -28,9 +28,9 @@ from attnkit.tasks.graphs import (
     GraphValues,
     NodeClassification,
 )
-from attnkit.tasks.graphs.whole.digit_grids import _grids
-from attnkit.tasks.graphs.whole.graphs import Graphs
-from attnkit.tasks.tokens import TokenLists, TokenSampler, cut
+from attnkit.tasks.graphs.datasets.digits import _grids
+from attnkit.tasks.graphs.many_graphs import Graphs
+from attnkit.tasks.loaders import TokenLists, TokenSampler, cut
 
 SIZES = (3, 1, 7, 2, 5, 11, 4, 6, 2, 9, 3, 8)
 EXACT = {"atol": 1e-12, "rtol": 1e-12}

@@ -12,8 +12,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs
+from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.kernels import ledger
 from attnkit.core.kernels.base import Backend
 from attnkit.core.masks.base import Mask

@@ -31,8 +31,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attnkit.core.arguments import at_least, floating
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs
+from attnkit.core.inputs import Inputs, check_inputs
 from attnkit.core.kernels.base import (
     TRACED_PARTS,
     Backend,

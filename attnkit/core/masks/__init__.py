@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
     from attnkit.core.masks.base import And, Dense, Mask, Not, Or, as_mask

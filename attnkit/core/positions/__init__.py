@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from attnkit.core.lazy import lazy
+from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
     from attnkit.core.positions.absolute import (
@@ -13,8 +13,14 @@ if TYPE_CHECKING:
         sincos_1d,
         sincos_2d,
     )
-    from attnkit.core.positions.biases import ALiBi, RelativeBias1d, RelativeBias2d
-    from attnkit.core.positions.rotary import Rotary1d, Rotary2d, Rotation
+    from attnkit.core.positions.relative import (
+        ALiBi,
+        RelativeBias1d,
+        RelativeBias2d,
+        Rotary1d,
+        Rotary2d,
+        Rotation,
+    )
 else:
     __getattr__, __dir__ = lazy(__name__)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
+from attnkit.interpret.console import shown
 from attnkit.interpret.methods.question import Classes, Question, Target, looking
-from attnkit.interpret.progress import shown
 from attnkit.interpret.quantity import Of
 from attnkit.interpret.trust.removal import Answer, Grid, Maps, on_grid, removal_grid
 from attnkit.interpret.trust.removal import removal as removal_of
-from attnkit.metrics.perturbation import perturbation_gap
+from attnkit.metrics.maps import perturbation_gap
 
 FRACTIONS = (0.2, 0.5)
 FULL_FRACTIONS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.functional import spearman_corrcoef
 
-from attnkit.interpret.methods.controls import centre
-from attnkit.interpret.methods.gradients import input_gradient
+from attnkit.interpret.methods.gradients import centre, input_gradient
 from attnkit.interpret.methods.question import Classes, MapFunction, Question, looking
 from attnkit.interpret.quantity import Of
 from attnkit.interpret.trust.curves import (
@@ -47,7 +46,7 @@ from attnkit.interpret.trust.result import (
     Trust,
     verdict,
 )
-from attnkit.metrics.localisation import area, check_maps, covered, mass, pointing
+from attnkit.metrics.maps import area, check_maps, covered, mass, pointing
 
 SAID_SHARE = 0.2
 """A sentence reports the loss at the point of the curves that is nearest to this share."""

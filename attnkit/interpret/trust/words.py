@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attnkit.interpret.methods.question import looking
+from attnkit.interpret.methods.words import Sentences
 from attnkit.interpret.quantity import Quantity
-from attnkit.interpret.sentences import Sentences
 from attnkit.interpret.trust.curves import (
     FRACTIONS,
     FULL_FRACTIONS,
@@ -24,7 +24,7 @@ from attnkit.interpret.trust.curves import (
     removed_counts,
     shares,
 )
-from attnkit.metrics.perturbation import perturbation_gap
+from attnkit.metrics.maps import perturbation_gap
 
 ORDERS = 64
 """Number of random orders, half of which are the others reversed."""

@@ -34,7 +34,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.launch.command import QUESTION_MARKS, quoted
 from attnkit.launch.config._hydra import (
     Hydra,

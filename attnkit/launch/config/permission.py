@@ -13,7 +13,7 @@ from typing import Any
 
 from attnkit.launch.config import signatures
 from attnkit.launch.config.files import Origins
-from attnkit.lightning.build import allowlist
+from attnkit.lightning import build as allowed
 from attnkit.lightning.errors import UserError
 
 
@@ -36,17 +36,17 @@ class Consent:
     def check(self, config: Mapping[str, Any], origins: Origins | None = None) -> tuple[str, ...]:
         """Return the user's packages that the configuration names; refuse code that is not allowed.
 
-        Nothing is imported. If the name alone is a reason to refuse it, its source is not read.
+        Only names are read, and nothing is imported; `build` checks the objects that they name.
         """
         named = dict.fromkeys(self.packages)
         for key, target in targets(config):
             package = target.partition(".")[0]
             if self._holds(package):
                 named[package] = None
-            problem = allowlist.objection(target, tuple(named)) or _wrong_kind(target)
+            problem = allowed.objection(target, tuple(named))
             if problem is None or (
                 package.isidentifier()
-                and allowlist.is_unknown(package)
+                and allowed.is_unknown(package)
                 and not signatures.source_of(package)
             ):
                 continue  # there is no such package; validate() has a better message for that
@@ -55,29 +55,13 @@ class Consent:
 
     def _holds(self, package: str) -> bool:
         """Return whether a package lies in the user's folder itself, not in an environment."""
-        if self.folder is None or not allowlist.is_unknown(package):
+        if self.folder is None or not allowed.is_unknown(package):
             return False
         source = signatures.source_of(package)
         if source is None:
             return False
         home = source.parent if source.name == "__init__.py" else source
         return home.resolve().parent == self.folder.resolve()
-
-
-def _wrong_kind(target: str) -> str | None:
-    """Return why a name in an allowed package can't be built, as far as its source shows."""
-    if target.partition(".")[0] not in allowlist.PACKAGES:
-        return None
-    definition = signatures.definition_of(target)
-    if definition is None:
-        return None
-    name, is_class = definition
-    if is_class and allowlist.is_home(name.rpartition(".")[0]):
-        return None
-    if definition in map(signatures.definition_of, allowlist.FUNCTIONS):
-        return None
-    kind = f"class, written in {name.rpartition('.')[0]}" if is_class else "function"
-    return f"{target} may not be built from a configuration: it is a {kind}"
 
 
 def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -87,7 +71,7 @@ def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str
         raise UserError("allow: set in a file; packages can be allowed only on the command line")
     packages = tuple(map(str, allow)) if not isinstance(allow, str) else (allow,)
     for package in packages:
-        if not package.isidentifier() or not allowlist.is_unknown(package):
+        if not package.isidentifier() or not allowed.is_unknown(package):
             raise UserError(f"allow: expected packages of your own, got {package!r}")
     return packages
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.launch.command import dotted_key
 from attnkit.launch.config import annotations, schema, signatures
 from attnkit.launch.config.files import Origins

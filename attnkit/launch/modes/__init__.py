@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.lightning.errors import UserError
 
 _ALWAYS = frozenset({"run", "task", "level", "experiment", "allow", "vars"})

@@ -36,7 +36,7 @@ from attnkit.launch.modes.bench import step_of
 from attnkit.launch.processes.torchrun import Launcher
 from attnkit.launch.run import Run
 from attnkit.launch.trainer import make_trainer
-from attnkit.lightning.build.build import allowing
+from attnkit.lightning.build import allowing
 from attnkit.lightning.callbacks.cached_features import CachedFeatures
 from attnkit.lightning.callbacks.kernel_record import KernelRecord
 from attnkit.lightning.callbacks.meter import Laps, Meter, num_samples

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from attnkit.launch.errors import OutOfMemory, allocator_message, is_out_of_memory
 from attnkit.launch.run import Run
 from attnkit.lightning._private import epoch_ends
-from attnkit.lightning.callbacks.epochs import EpochLines
 from attnkit.lightning.callbacks.meter import measured
+from attnkit.lightning.callbacks.progress import EpochLines
 from attnkit.lightning.console import say
 from attnkit.lightning.loggers import TensorBoard
 from attnkit.lightning.resume import checkpoints

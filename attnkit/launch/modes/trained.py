@@ -7,9 +7,9 @@ from lightning import Callback
 from attnkit.launch import console
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.run import Run
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import build
 from attnkit.lightning.callbacks.meter import measured
-from attnkit.lightning.callbacks.predictions import PredictionsFile
+from attnkit.lightning.callbacks.results import PredictionsFile
 from attnkit.lightning.errors import UserError
 
 
@@ -46,7 +46,7 @@ def predict(run: Run) -> dict[str, float]:
 
 def export(run: Run) -> dict[str, float]:
     """Write the weights and programs of the checkpoint's module."""
-    from attnkit.lightning.export.export import Export
+    from attnkit.lightning.export import Export
 
     module = run.make_module()
     run.make_trainer()

@@ -278,7 +278,7 @@ def _run(
     def run() -> None:
         from attnkit.launch import console
         from attnkit.launch.run import Run
-        from attnkit.lightning.build.build import allowing
+        from attnkit.lightning.build import allowing
         from attnkit.lightning.resume.signals import fork_apart
 
         fork_apart()

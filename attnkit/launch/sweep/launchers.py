@@ -26,7 +26,7 @@ from queue import Queue
 from tempfile import TemporaryFile
 from typing import Any
 
-from attnkit.core.nearest import nearest
+from attnkit.core.names import nearest
 from attnkit.launch import folder as folders
 from attnkit.launch.command import key_of
 from attnkit.launch.config.compose import Composer

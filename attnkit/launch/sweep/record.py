@@ -18,7 +18,7 @@ from attnkit.launch.command import command_line, key_of, permission, setting
 from attnkit.launch.processes.locks import holder, is_locked, locked
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_text
-from attnkit.lightning.studies.study import PRUNED
+from attnkit.lightning.study import PRUNED
 
 FILE = "sweep.json"
 ERROR = "error.txt"

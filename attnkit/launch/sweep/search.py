@@ -35,7 +35,7 @@ from attnkit.launch.config.files import Origins
 from attnkit.launch.config.hydra_words import settings
 from attnkit.launch.config.validate import check_node
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.studies.study import PRUNERS
+from attnkit.lightning.study import PRUNERS
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -32,10 +32,10 @@ from attnkit.launch.sweep.record import Sweep, Trial, add_trial, new_trial, read
 from attnkit.launch.sweep.report import best_command
 from attnkit.launch.sweep.search import PREFIX, SAMPLERS, Settings
 from attnkit.launch.sweep.trials import Order, checked, orders_of, run_trials
+from attnkit.lightning import study as optunas
 from attnkit.lightning.console import three_digits
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import write_text
-from attnkit.lightning.studies import study as optunas
 
 if TYPE_CHECKING:
     from optuna.samplers import BaseSampler

@@ -12,9 +12,9 @@ from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.edges import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
+from attnkit.core.multihead import reset_linear
 from attnkit.core.operators.cpu import dropout as drop
 from attnkit.core.operators.sparse import products_of
-from attnkit.core.projections import reset_linear
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.core.weights import Indices, of_edges

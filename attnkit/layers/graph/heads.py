@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.masks.edges import EdgeFeatures
-from attnkit.core.projections import Projections, matrix_of, reset_linear
+from attnkit.core.multihead import Projections, matrix_of, reset_linear
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import AdditiveScore, learned_score

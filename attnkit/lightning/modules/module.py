@@ -11,27 +11,25 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning import Callback
+from lightning import Callback, LightningModule
 from lightning.pytorch.core.mixins import HyperparametersMixin
 from lightning.pytorch.utilities.parsing import collect_init_args
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from attnkit.finetune.record import finetuned
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.checks import NetworkAsBuilt, RatesAreHeeded, shapes_of
-from attnkit.lightning.modules.optim import parameter_groups, scale_learning_rates
-from attnkit.lightning.modules.schedules import warmup_cosine
-from attnkit.lightning.modules.trained_on import KnowsItsTraining
+from attnkit.lightning.modules.optim import parameter_groups, scale_learning_rates, warmup_cosine
 from attnkit.lightning.resume.checkpoints import load
 
 if TYPE_CHECKING:
-    from attnkit.lightning.export.program import Program
+    from attnkit.lightning.export import Program
 
 
-class TaskModule(KnowsItsTraining):
+class TaskModule(LightningModule):
     """A model, its optimizer and its schedule; subclasses define `training_step` and the rest.
 
     An argument of the subclass's own constructor becomes a hyper-parameter only if it is plain
@@ -39,6 +37,11 @@ class TaskModule(KnowsItsTraining):
     With `model` given as a configuration, `load_from_checkpoint(path)` alone builds the module
     again; a model given as an object has to be passed again, as usual with Lightning, and so has a
     callable optimizer or scheduler if training is to continue.
+
+    A module remembers, also in checkpoints, a key of each item that it was trained on, so that a
+    test of it can leave them out: those that the method `training_keys()` of the data module
+    returns for the train and val splits, int64 [items]. They accumulate if a training continues or
+    starts from the weights of another.
 
     Args:
         model: the network, or its configuration (`{"_target_": "attnkit.ViT", …}`).
@@ -53,6 +56,11 @@ class TaskModule(KnowsItsTraining):
             (`functools.partial(attnkit.finetune.lora, rank=8)`), a configuration of one, or None:
             everything. A checkpoint holds the whole model, and rebuilds it by the configuration.
 
+    Attributes:
+        trained_on: the keys, sorted; None: no training, or none with keys.
+        has_unknown: whether a part of its training is unknown, as with data without
+            `training_keys()`, or with weights from a file without keys. Known keys stay.
+
     Examples:
         >>> class Classifier(TaskModule):
         ...     def __init__(self, model, num_classes: int, **kwargs):
@@ -61,6 +69,9 @@ class TaskModule(KnowsItsTraining):
         ...         images, labels = batch
         ...         return cross_entropy(self.model(images), labels)
     """
+
+    trained_on: Tensor | None = None
+    has_unknown: bool = False
 
     def __init__(
         self,
@@ -119,6 +130,22 @@ class TaskModule(KnowsItsTraining):
         if type(self).configure_optimizers is not TaskModule.configure_optimizers:
             callbacks.append(RatesAreHeeded())
         return callbacks
+
+    def on_train_start(self) -> None:
+        keys_of_data = getattr(getattr(self.trainer, "datamodule", None), "training_keys", None)
+        if keys_of_data is None:
+            self.has_unknown = True
+            return
+        before = () if self.trained_on is None else (self.trained_on,)
+        self.trained_on = torch.cat([*before, keys_of_data()]).unique()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trained_on is not None:
+            checkpoint["trained_on"] = self.trained_on
+        checkpoint["has_unknown_training"] = self.has_unknown
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.trained_on, self.has_unknown = training_of(checkpoint)
 
     def programs(self) -> dict[str, "Program"]:
         """Return the exported programs that `Export` writes, by name; subclasses override it."""
@@ -305,3 +332,21 @@ def _plain(value: Any) -> Any:
         values = [_plain(item) for item in value]
         return _NOT_PLAIN if any(item is _NOT_PLAIN for item in values) else values
     return _NOT_PLAIN
+
+
+def training_of(checkpoint: Mapping[str, Any]) -> tuple[Tensor | None, bool]:
+    """Return `trained_on` and `has_unknown` of a checkpoint; without keys, it is unknown."""
+    keys = checkpoint.get("trained_on")
+    return keys, checkpoint.get("has_unknown_training", False) or keys is None
+
+
+def was_trained_on(module: Any, keys: Tensor) -> Tensor | None:
+    """Return which of the items with these keys a module was trained on, bool; None: unknown."""
+    known = getattr(module, "trained_on", None)
+    return None if known is None else torch.isin(keys, known)
+
+
+def unknown_part(module: Any) -> str:
+    """Return an addition to a line on a test if keys are known, but not those of all trainings."""
+    has = getattr(module, "has_unknown", False)
+    return "; what else the module was trained on is not known" if has else ""

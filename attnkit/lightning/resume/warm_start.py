@@ -11,7 +11,7 @@ from attnkit.core.positions.absolute import resize_positions
 from attnkit.finetune.order import head_of
 from attnkit.finetune.record import finetuned
 from attnkit.lightning.errors import UserError, first_line
-from attnkit.lightning.modules.trained_on import KnowsItsTraining, training_of
+from attnkit.lightning.modules.module import TaskModule, training_of
 from attnkit.lightning.resume import checkpoints
 from attnkit.models.preprocessing import OF_DATA
 from attnkit.models.vit import ViT
@@ -60,7 +60,7 @@ def warm_start(module: nn.Module, given: str | Path) -> str:
         raise UserError(f"init: {given} does not fit the model: {first}")
     fitting = {n: t for n, t in state.items() if n not in wrong and n not in head}
     target.load_state_dict(fitting, strict=False)
-    if isinstance(module, KnowsItsTraining):
+    if isinstance(module, TaskModule):
         module.trained_on, module.has_unknown = keys, has_unknown
     left = f"; its head is left out: {_first([*others, *wrong.values()])}" if head or wrong else ""
     return f"init: weights of {given}{left}"

@@ -12,7 +12,7 @@ import torch
 from measure import alternate
 
 import attnkit
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels.choose import BACKENDS, choose_backend
 
 SLOW = 0.2

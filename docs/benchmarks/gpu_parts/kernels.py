@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnkit
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels.choose import BACKENDS
 
 BATCH, HEADS, KV_HEADS, SIDE, DIM = 2, 6, 3, 16, 40

@@ -6,7 +6,7 @@ from torch import nn
 
 import attnkit
 from attnkit.core.capture.calls import edge_call, is_of_edges
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.layers.graph import attention as module
 
 NODES, EDGES, CHANNELS, HEADS, DIM, FEATURES = 13, 41, 5, 3, 7, 2

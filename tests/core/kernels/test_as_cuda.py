@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnkit
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels import flex
 from attnkit.core.kernels.choose import BACKENDS, choose_backend
 from attnkit.models.captioning.captioner import Captioner

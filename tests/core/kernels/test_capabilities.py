@@ -152,7 +152,7 @@ def test_explain_backends_tells_the_same():
     for normalizer in ("softmax", "hard", "linear", attnkit.DeltaRule(torch.rand(2, 4, 16))):
         options = {"normalizer": normalizer, "mask": attnkit.Causal()}
         explained = attnkit.explain_backends(query, query, query, **options)
-        inputs = attnkit.core.check.check_inputs(query, query, query, **options)
+        inputs = attnkit.core.inputs.check_inputs(query, query, query, **options)
         assert explained.chosen == choose_backend(inputs).name
         for name, reasons in explained.reasons.items():
             if reasons:

@@ -231,7 +231,7 @@ def test_declared_limits_are_torchs(kernel):
     }
     verdicts = Counter()
     for case, options in cases.items():
-        inputs = attnkit.core.check.check_inputs(query, key, value, **options)
+        inputs = attnkit.core.inputs.check_inputs(query, key, value, **options)
         declared = backend.serves(inputs)
         term = inputs.attn_mask()
         with sdpa_kernel(forced):

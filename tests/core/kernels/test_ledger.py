@@ -15,7 +15,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 
 import attnkit
 from attnkit import Causal, Dense, Edges, Packed, Padding, Window, attend
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels import ledger
 from attnkit.core.kernels.choose import BACKENDS, UnsupportedError, choose_backend
 from attnkit.core.kernels.ledger import LedgerError, Timed, Wrong, kind_of, size_of

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnkit
 from attnkit import Causal, attend
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels import sdpa
 from attnkit.core.kernels.sdpa import is_plain_flash, num_query_parts
 

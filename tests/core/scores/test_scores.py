@@ -290,7 +290,7 @@ def test_a_scale_that_is_learned_has_a_gradient(shape):
 
 @pytest.mark.parametrize("score", [General(torch.eye(7)), Cosine(), Gaussian()], ids=str)
 def test_only_the_gaussian_score_reads_which_keys_are_padding(score):
-    from attnkit.core.check import check_inputs
+    from attnkit.core.inputs import check_inputs
 
     query, key = torch.randn(2, 6, 5, 7), torch.randn(2, 6, 11, 7)
     inputs = check_inputs(query, key, key, score=score, mask=Padding(torch.tensor([11, 3])))

@@ -6,7 +6,7 @@ import torch
 import attnkit
 from attnkit.interpret.report import Report
 from attnkit.lightning import Explained
-from attnkit.metrics.localisation import area, mass
+from attnkit.metrics.maps import area, mass
 from attnkit.models.captioning.word_decoder import END, PAD
 
 

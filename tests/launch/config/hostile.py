@@ -11,8 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from attnkit.launch.config.permission import Consent
-from attnkit.lightning.build.allowlist import HOMES
-from attnkit.lightning.build.build import build
+from attnkit.lightning.build import HOMES, build
 from attnkit.lightning.errors import UserError
 
 TARGETS = [
@@ -110,12 +109,12 @@ TARGETS = [
     "attnkit.launch.several.save_results",
     "attnkit.launch.several.subprocess.Popen", "attnkit.launch.folder.take_back",
     "attnkit.launch.sweep.start.sweep", "attnkit.lightning.callbacks.progress.Progress.print",
-    "attnkit.lightning.build.build.build", "attnkit.attend",
-    "attnkit.lightning.build.build.import_module",
+    "attnkit.lightning.build", "attnkit.attend",
+    "attnkit.lightning.build.import_module",
     "attnkit.lightning.allowing", "attnkit.__main__.main", "attnkit.lightning.files.replacing",
     "attnkit.lightning.resume.checkpoints.load",
     "attnkit.lightning.modules.module.TaskModule.load_from_checkpoint", "attnkit.interop.from_timm",
-    "attnkit.tasks.image_classification.cifar10.tempfile.TemporaryDirectory", "attnkit.conf.os",
+    "attnkit.tasks.image_classification.data.tempfile.TemporaryDirectory", "attnkit.conf.os",
     # look-alikes and what is not a name
     "tоrch.nn.Linear", "torch.nn.Lіnear", "ｔｏｒｃｈ.nn.Linear",
     "torch․nn․Linear", " torch.nn.Linear",

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from attnkit.launch.config.permission import Consent
-from attnkit.lightning.build.build import find
+from attnkit.lightning.build import find
 from attnkit.lightning.errors import UserError
 
 CANARY = """\
@@ -83,7 +83,7 @@ def test_pretrained_weights_of_timms_own_may_be_asked_for(monkeypatch):
     from attnkit.lightning.build import build
 
     node = {"_target_": "timm.create_model", "model_name": "resnet18", "pretrained": True}
-    assert build.build({**node, "_partial_": True}).func is timm.create_model
+    assert build({**node, "_partial_": True}).func is timm.create_model
 
 
 COMMANDS = [

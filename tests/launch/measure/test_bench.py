@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from attnkit.launch.measure import bench
 
 import attnkit
 from attnkit.core.kernels.choose import BACKENDS
+from attnkit.launch.modes import bench
 
 VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "run=bench", "run_dir=run")
 

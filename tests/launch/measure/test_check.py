@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from attnkit.launch.measure import check as checking
 from lightning import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnkit.launch.config.compose import Composer
 from attnkit.launch.decide import Request, decide
+from attnkit.launch.modes import check as checking
 from attnkit.launch.modes.check import Stopwatch, check
 from attnkit.launch.run import Run
 from attnkit.layers import ReceptiveField

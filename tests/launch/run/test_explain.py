@@ -16,7 +16,7 @@ from scipy.stats import spearmanr
 import attnkit as toolkit
 from attnkit.launch.main import main
 from attnkit.tasks.image_classification import DigitsData, ImageClassification
-from attnkit.tasks.images.predict import ImagePaths
+from attnkit.tasks.images.data import ImagePaths
 from attnkit.tasks.images.sizes import Fit
 
 SMALL = (

@@ -10,7 +10,7 @@ from PIL import Image
 
 import attnkit as toolkit
 from attnkit.launch.main import main
-from attnkit.metrics.localisation import area, mass
+from attnkit.metrics.maps import area, mass
 from attnkit.tasks.captioning import ImageCaptioning, ScenesData
 from attnkit.tasks.graphs import DigitGridsData
 from attnkit.tasks.image_classification import NeedleDigits

@@ -97,7 +97,7 @@ def test_wrong_input(attnkit, run, arguments, said):
 
 
 def test_the_extra_is_named(attnkit, run, monkeypatch):
-    monkeypatch.setattr("attnkit.lightning.export.program.find_spec", lambda name: None)
+    monkeypatch.setattr("attnkit.lightning.export.find_spec", lambda name: None)
     done = attnkit("run=export", f"ckpt={run}", "run_dir=ex", "export.formats=[onnx]")
     assert done.code == 2
     assert done.err.splitlines() == [

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from attnkit.launch.measure import bench
 from omegaconf import OmegaConf
 
 from attnkit.launch import trainer as trainers
@@ -16,9 +15,9 @@ from attnkit.launch.config.compose import Composer
 from attnkit.launch.config.files import Origins
 from attnkit.launch.config.permission import Consent
 from attnkit.launch.decide import Request
-from attnkit.launch.modes import MODES, Mode
+from attnkit.launch.modes import MODES, Mode, bench
 from attnkit.launch.modes.rules import check_uses
-from attnkit.lightning.build import build as building
+from attnkit.lightning import build as building
 from attnkit.lightning.errors import UserError
 
 SMALL = ("model.dim=16", "model.depth=1", "model.num_heads=1", "trainer.limit_batches=2")

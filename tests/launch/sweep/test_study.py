@@ -25,7 +25,7 @@ from optuna.trial import TrialState  # noqa: E402
 from attnkit.launch.config.compose import Composer  # noqa: E402
 from attnkit.launch.sweep import search  # noqa: E402
 from attnkit.lightning import UserError  # noqa: E402
-from attnkit.lightning.studies.study import open_study  # noqa: E402
+from attnkit.lightning.study import open_study  # noqa: E402
 
 OPTUNA = "hydra/sweeper=optuna"
 LEAN = ("callbacks.curves=null", "callbacks.steps.cost=false", "logger.tensorboard=null")

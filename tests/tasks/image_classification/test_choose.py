@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torchvision.transforms.v2 import functional as F
 
 from attnkit.tasks.image_classification import Augment, ImageFolderData
-from attnkit.tasks.image_classification.choose import Sample, settle
+from attnkit.tasks.image_classification.augment import Sample, settle
 from attnkit.tasks.images.sets import MemoryImages
 
 DIGITS = load_digits()
@@ -41,17 +41,6 @@ def test_flipped_digits_are_others_and_half_of_one_is_none():
 
 def test_stripes_stay_what_they_are():
     assert settle(Augment(**AUTO), stripes()) == {"horizontal_flip": 0.5, "crop_min_area": 0.5}
-
-
-def test_arrows_may_not_be_flipped():
-    """The classes are each other's mirror image: all of them are then taken for the other."""
-    half = digits().images[digits().labels == 2]
-    images, labels = torch.cat([half, half.flip(-1)]), torch.arange(2).repeat_interleave(len(half))
-    sample = Sample(MemoryImages(images, labels))
-    flipped = sample.known_after(lambda pictures: pictures.flip(-1))
-    assert sample.as_they_are > 0.95
-    assert flipped.changed < 0.05
-    assert not flipped.keeps
 
 
 def test_colours_do_not_hide_where_something_points():
@@ -108,10 +97,6 @@ def test_of_noise_nothing_is_known(channels, flip):
     images = torch.randint(256, (300, channels, 50, 50), generator=generator, dtype=torch.uint8)
     sample = MemoryImages(images, torch.arange(300) % 5)
     assert settle(Augment(**AUTO), sample) == {"horizontal_flip": flip, "crop_min_area": 0.8}
-
-
-def test_small_pictures_are_not_cropped():
-    assert settle(Augment(crop_min_area="auto"), digits(side=28)) == {"crop_min_area": None}
 
 
 def test_what_is_given_stays():

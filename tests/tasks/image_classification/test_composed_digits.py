@@ -9,13 +9,11 @@ from sklearn.datasets import load_digits
 from attnkit.tasks.captioning import ScenesData, words_of
 from attnkit.tasks.image_classification import (
     DigitGrid,
-    DigitsData,
     KnowsTruth,
     NeedleDigits,
     PlantedShortcut,
 )
-from attnkit.tasks.image_classification.composed import COLOURS
-from attnkit.tasks.image_classification.planted_shortcut import painted
+from attnkit.tasks.image_classification.composed import COLOURS, painted
 
 FEW = {"num_train": 311, "num_val": 7, "num_test": 53}
 INK = (torch.from_numpy(load_digits().images) * (255 / 16)).round().to(torch.uint8)
@@ -183,10 +181,6 @@ def test_scenes_give_the_same_form():
         data.truth("train")
     with pytest.raises(ValueError, match="objects_of"):
         truth.mask_of(0, 3)
-
-
-def test_other_data_know_no_truth():
-    assert not isinstance(DigitsData(), KnowsTruth)
 
 
 @pytest.mark.parametrize(

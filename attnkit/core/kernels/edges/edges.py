@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from attnkit.core.check import check_inputs
-from attnkit.core.inputs import Inputs, in_high_precision
+from attnkit.core.inputs import Inputs, check_inputs, in_high_precision
 from attnkit.core.kernels.base import (
     Backend,
     computes_by_operators,

@@ -17,7 +17,7 @@ from support import with_third
 
 import attnkit
 from attnkit import EdgeFeatures, Edges, edge_weights
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels.reference import softmax_of_edges
 
 EDGE_DIM = 2

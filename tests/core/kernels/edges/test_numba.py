@@ -11,7 +11,7 @@ from edge_graphs import HEADS, given, graphs, rand, random_graph, results
 
 import attnkit
 from attnkit import Additive, Edges, attend
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels.edges import numba as edges_numba
 from attnkit.core.operators.cpu import Caches
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnkit
 from attnkit import Additive, Cosine, EdgeFeatures, Edges, Gaussian, General, attend
-from attnkit.core.check import check_inputs
+from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels.choose import UnsupportedError
 from attnkit.core.kernels.edges import triton as edges_triton
 from attnkit.core.kernels.edges.triton import TritonEdgesKernel

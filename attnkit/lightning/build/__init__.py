@@ -1,1 +1,0 @@
-"""Objects from configuration, and which of them a file may name."""

@@ -1,1 +1,0 @@
-"""Trained modules as safe weights, torch.export and ONNX programs."""

@@ -1,1 +1,0 @@
-"""Trials of a study: what they report, and when they are pruned."""
