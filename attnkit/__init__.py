@@ -12,7 +12,7 @@ __version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from attnkit import checks, finetune, interop, interpret, lightning, metrics
-    from attnkit.checks.doctor.run import doctor
+    from attnkit.checks.doctor import doctor
     from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import masks, normalizers, positions, scores
     from attnkit.core.attend import attend
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from attnkit.core.scores.additive import Additive
     from attnkit.core.scores.kinds import Cosine, Gaussian, General, ScaledDot
     from attnkit.core.weights import attention_weights
-    from attnkit.interpret.diagnosis.diagnose import diagnose_attention
+    from attnkit.interpret.diagnosis import diagnose_attention
     from attnkit.interpret.explain import explain
     from attnkit.interpret.explanation import Explanation
-    from attnkit.interpret.graphs.fidelity import edge_fidelity
     from attnkit.interpret.training import Interpret
     from attnkit.interpret.trust.curves import perturbation_curves
+    from attnkit.interpret.trust.edges import edge_fidelity
     from attnkit.interpret.trust.judge import trust
     from attnkit.interpret.trust.result import Trust
     from attnkit.launch.api import run, sweep

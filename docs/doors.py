@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib
 
 import attnkit
-from attnkit.checks.doctor.report import WHAT
+from attnkit.checks.report import WHAT
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

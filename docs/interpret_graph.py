@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 import matplotlib
 
 import attnkit
-from attnkit.interpret.graphs import picture
+from attnkit.interpret import graph_picture as picture
 from attnkit.tasks.graphs import InfectionData
 
 NODE = 46  # three edges from an infected node

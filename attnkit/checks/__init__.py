@@ -1,9 +1,8 @@
 """Checks of any attention module, their report, and a helper for pytest."""
 
-from attnkit.checks.calls import Call, on_complete_graph
-from attnkit.checks.doctor.report import DoctorReport, Fault, Row
-from attnkit.checks.report import Finding, Report, Verdict
+from attnkit.checks.report import DoctorReport, Fault, Finding, Report, Row, Verdict
 from attnkit.checks.run import CHECKS, assert_attention, check_attention
+from attnkit.checks.subject import Call, on_complete_graph
 
 __all__ = [
     "CHECKS",

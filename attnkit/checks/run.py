@@ -7,29 +7,28 @@ from typing import Any, get_args
 
 from torch import nn
 
-from attnkit.checks import invariances, masking, randomness
-from attnkit.checks.calls import Call, default_call
+from attnkit.checks import properties
 from attnkit.checks.report import Finding, Outcome, Report, Verdict
-from attnkit.checks.subject import Subject
+from attnkit.checks.subject import Call, Subject, default_call
 
 Check = Callable[[Subject], Outcome]
 
 _NEED_NO_MASK: tuple[Check, ...] = (
-    invariances.output,
-    invariances.mixing,
-    invariances.permutation,
-    invariances.causality,
-    invariances.batch,
-    invariances.batch_training,
-    randomness.dropout,
-    randomness.determinism,
+    properties.output,
+    properties.mixing,
+    properties.permutation,
+    properties.causality,
+    properties.batch,
+    properties.batch_training,
+    properties.dropout,
+    properties.determinism,
 )
 _NEED_A_MASK: tuple[Check, ...] = (
-    masking.mask,
-    masking.padding,
-    masking.padding_nonfinite,
-    masking.padding_appended,
-    masking.dead_rows,
+    properties.mask,
+    properties.padding,
+    properties.padding_nonfinite,
+    properties.padding_appended,
+    properties.dead_rows,
 )
 _CHECKS = {check.__name__: check for check in (*_NEED_NO_MASK, *_NEED_A_MASK)}
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.interpret.explanation import Explanation
+from attnkit.interpret.methods.graph_question import GraphQuestion
 from attnkit.interpret.methods.question import (
     Classes,
     Layers,
@@ -19,9 +20,9 @@ from attnkit.interpret.methods.question import (
     looking,
 )
 from attnkit.interpret.methods.table import METHODS, USUAL, check_method, no_method
+from attnkit.interpret.methods.words import Sentences
 from attnkit.interpret.quantity import Of
-from attnkit.interpret.units.patch import Patches
-from attnkit.interpret.units.unit import Unit
+from attnkit.interpret.units import Edges, Patches, Unit, Words
 
 Map = (
     Annotated[Tensor, "batch map_height map_width"]
@@ -219,23 +220,14 @@ def _asked(
     index: int | Sequence[int] | None,
     num_hops: int | None,
 ) -> tuple[Target, Callable[[Any, Tensor], Unit]]:
-    """Return the question and the class of its units, chosen by the model and its inputs.
-
-    Code for graphs and captioners is imported only if it is needed.
-    """
+    """Return the question and the class of its units, chosen by the model and its inputs."""
     of_images = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
     of_graphs = {"index": index, "num_hops": num_hops}
     if captioner_of(model) is not None:
-        from attnkit.interpret.sentences import Sentences
-        from attnkit.interpret.units.word import Words
-
         _refuse("a captioner has its own grid", of_images)
         _refuse("only a graph has one", of_graphs)
         return Sentences(model, inputs, target, layers, of), Words
     if isinstance(inputs, tuple | Mapping):
-        from attnkit.interpret.graphs.question import GraphQuestion
-        from attnkit.interpret.units.edge import Edges
-
         _refuse("a graph has none", of_images)
         return GraphQuestion(model, inputs, index, target, num_hops, layers, of), Edges
     _refuse("only a graph has one", of_graphs)

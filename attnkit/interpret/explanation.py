@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnkit.interpret.picture import save
 from attnkit.interpret.quantity import Quantity
-from attnkit.interpret.units.unit import Unit
+from attnkit.interpret.units import Unit
 
 MOST_SHOWN = 5
 
@@ -182,7 +182,7 @@ class Explanation:
         Args:
             names: for a captioner, the words of each sentence; None: their token numbers.
             pictures: images to draw instead of the model's (normalized) inputs.
-            labels, class_names, fidelity, most: for a graph, as in `units.edge.Edges.draw`.
+            labels, class_names, fidelity, most: for a graph, as in `units.Edges.draw`.
         """
         return self.unit.draw(self, *args, **options)
 

@@ -20,9 +20,9 @@ from attnkit.core.arguments import at_least, choice
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.layer_maps import chosen_layers, draw_layer
+from attnkit.interpret.methods.words import captioner_of
 from attnkit.interpret.picture import pixels_of, save
 from attnkit.interpret.report.report import duration
-from attnkit.interpret.sentences import captioner_of
 from attnkit.interpret.trust.removal import REMOVALS, NotAvailableError
 from attnkit.interpret.trust.result import CLASS_SENSITIVITY
 from attnkit.lightning.console import say

@@ -7,7 +7,7 @@ errors     how a command ends
 config/    turns a command line into one plain, checked configuration (the only Hydra)
 decide     turns that configuration into a job, which is plain data
 several    carries out the runs of a job: folders, seeds, processes, results
-run        one run: its data, module and trainer (parts, trainer)
+run        one run: its data, module and trainer (trainer)
 modes/     the table of modes, and a file for what each mode does
 folder, console   run folders, printed output and run.log
 records, reproduce   run=reproduce: experiments with published results

@@ -41,7 +41,7 @@ def command(argv: Sequence[str]) -> int:
             raise UserError(f"{file}: {reason}")
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences torch's profiler
     model, inputs = _built(args.model) if args.model else (None, ())
-    from attnkit.checks.doctor.run import doctor
+    from attnkit.checks.doctor import doctor
 
     options: dict[str, Any] = {"quick": args.quick, "only": args.only, "progress": _shown}
     try:

@@ -19,16 +19,16 @@ from torch import nn
 
 from attnkit.launch import folder as folders
 from attnkit.launch.config import schema
+from attnkit.launch.config.schema import fill
 from attnkit.launch.config.signatures import takes_images
 from attnkit.launch.modes import mode_of, named
-from attnkit.launch.parts import fill, module_parts, rehearse
 from attnkit.launch.trainer import Elapsed, make_trainer
 from attnkit.lightning._private import report_lost_batches
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.loggers import WandbRun
 from attnkit.lightning.modules.checks import unlogged
-from attnkit.lightning.modules.module import TaskModule
+from attnkit.lightning.modules.module import TaskModule, untrained
 from attnkit.lightning.protocols import DescribedData
 from attnkit.lightning.resume import checkpoints
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PRETRAINED = ("name", "model_name", "pretrained", "weights")
 """Arguments that choose pretrained weights. Nothing is known of the weights of other networks."""
+_FULL = {"_target_", "_partial_"}  # the only keys of finetune=full
 
 
 class Run:
@@ -121,9 +122,6 @@ class Run:
         nodes = [self.config.get(key) or {} for key in schema.FILLED]
         describe = self._describer()
         if describe and not self.alone and any(v is None for n in nodes for v in n.values()):
-            is_ours = self._module_class().__module__.startswith("attnkit.")  # others may differ
-            if is_ours and self.config.get("model") and not self._is_trained:
-                rehearse(self.config)
             self.data.prepare_data()
             self.data.setup("fit")
             facts = {k: list(v) if isinstance(v, tuple) else v for k, v in describe().items()}
@@ -238,7 +236,7 @@ class Run:
         """Build the module with the model, optimizer and scheduler of the configuration."""
         node = self.config["module"]
         make = build({**node, "_partial_": True}, at="module")
-        parts = module_parts(self.config, is_trained=self._is_trained)
+        parts = _module_parts(self.config, is_trained=self._is_trained)
         # attnkit's modules take configurations of their parts, which checkpoints then contain;
         # other modules take objects.
         if not (isinstance(make.func, type) and issubclass(make.func, TaskModule)):
@@ -389,3 +387,21 @@ class Run:
         states = checkpoints.load(self.start, mmap=True).get("callbacks", {})
         elapsed = states.get(Elapsed.__name__, {}).get("time_elapsed", {})
         return float(elapsed.get("train", 0.0))
+
+
+def _module_parts(config: Mapping[str, Any], *, is_trained: bool = False) -> dict[str, Any]:
+    """Return the configurations of model, optimizer, … for a module's constructor.
+
+    Args:
+        config: the configuration of the run.
+        is_trained: whether a checkpoint is loaded next, so that no pretrained weights are read.
+    """
+    parts = {key: config[key] for key in schema.PARTS if config.get(key)}
+    if not {k for k, v in parts.get("finetune", {}).items() if v is not None} - _FULL:
+        parts.pop("finetune", None)  # everything is trained, as without a finetune node
+    if "model" in parts:
+        inner = {key: config[key] for key in schema.MODEL_PARTS if config.get(key)}
+        parts["model"] = {**parts["model"], **inner}
+        if is_trained:
+            parts["model"] = untrained(parts["model"])
+    return parts

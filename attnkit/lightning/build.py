@@ -63,7 +63,7 @@ KINDS = (
     "torch.optim.lr_scheduler.LRScheduler",
     "attnkit.lightning.export.Export",
     "attnkit.interpret.report.report.Report",
-    "attnkit.tasks.graphs.links.data.Links",
+    "attnkit.tasks.graphs.link_data.Links",
     "lightning.Callback",
     "lightning.LightningDataModule",
     "lightning.Trainer",

@@ -22,7 +22,7 @@ from truths import Row, details, kept, overview
 
 import attnkit
 from attnkit.interpret.methods.table import methods_of
-from attnkit.interpret.sentences import Sentences
+from attnkit.interpret.methods.words import Sentences
 from attnkit.interpret.trust.judge import spearman, with_random_weights
 from attnkit.metrics.maps import area, mass
 from attnkit.models.captioning.word_decoder import PAD, START

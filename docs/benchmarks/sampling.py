@@ -26,8 +26,7 @@ from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
 import attnkit
 from attnkit.tasks.graphs import GraphFilesData, NodeClassification
-from attnkit.tasks.graphs.layerwise import layerwise
-from attnkit.tasks.graphs.sampler import InNeighbors
+from attnkit.tasks.graphs.sampling import InNeighbors, layerwise
 
 FAN_OUT, BATCH, CHANNELS, CLASSES = [15, 10], 1024, 64, 10
 

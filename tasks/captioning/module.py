@@ -13,11 +13,9 @@ from attnkit.core.arguments import at_least
 from attnkit.lightning import TaskModule
 from attnkit.lightning.export import Program
 from attnkit.lightning.modules.checks import (
-    check_directions,
     check_monitors,
-    validates_as_known,
 )
-from attnkit.lightning.modules.classification import mean_of_losses
+from attnkit.lightning.modules.measured import mean_of_losses
 from attnkit.lightning.protocols import Explained
 from attnkit.metrics import BLEU, ROUGEL, CIDEr, CIDErD
 from attnkit.models.captioning.captioner import Captioner
@@ -237,10 +235,7 @@ class ImageCaptioning(NormalizesImages, TaskModule):
         takes its worst value for the best."""
         validation: dict[str, object] = {"val/loss": self.val_loss}
         validation |= {f"val/{name}": metric for name, metric in self.val_metrics.items()}
-        if validates_as_known(type(self)):  # a subclass may log other metrics
-            check_monitors(self.trainer, validation)
-        else:
-            check_directions(self.trainer, validation)
+        check_monitors(self, validation)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         terms = self.model.loss(self.normalized(batch["image"]), batch["words"])

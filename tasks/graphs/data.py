@@ -1,6 +1,5 @@
 """Base class of data modules of one graph, for tasks on its nodes or links."""
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -13,13 +12,14 @@ from torch_geometric.data import Data
 from torch_geometric.utils import homophily
 
 from attnkit.core.arguments import at_least, choice
-from attnkit.core.operators.sparse import with_values
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule, unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import EpochSampler
-from attnkit.tasks.graphs.checks import (
+from attnkit.tasks.graphs.absent import HeldOut
+from attnkit.tasks.graphs.base import (
     CARRIED,
     SPLITS,
+    DescribedGraphs,
     Target,
     check_finite,
     check_training,
@@ -27,18 +27,16 @@ from attnkit.tasks.graphs.checks import (
     has_target,
     oddities_of,
 )
-from attnkit.tasks.graphs.described import DescribedGraphs
-from attnkit.tasks.graphs.files.part import Part
-from attnkit.tasks.graphs.layerwise import Layers
-from attnkit.tasks.graphs.links.data import Links, LinkSets
-from attnkit.tasks.graphs.links.given import HeldOut
-from attnkit.tasks.graphs.neighbors import (
+from attnkit.tasks.graphs.datasets.part import Part
+from attnkit.tasks.graphs.features import Positions, node_positions, normalized, to_sparse_csr
+from attnkit.tasks.graphs.link_data import Links, LinkSets
+from attnkit.tasks.graphs.sampling import (
+    InNeighbors,
+    Layers,
     NeighborBatches,
     in_neighbors,
     pyg_neighbor_loader,
 )
-from attnkit.tasks.graphs.positions import Positions, node_positions
-from attnkit.tasks.graphs.sampler import InNeighbors
 from attnkit.tasks.graphs.splits import are_alike, node_keys
 from attnkit.tasks.loaders import is_limited, loader_options, make_loader
 from attnkit.tasks.summary import class_lines, outputs_text, split_line
@@ -227,7 +225,7 @@ class GraphDataModule(DescribedGraphs):
         if self.batch_size is None or is_sparse or self.normalize_features:
             x = x.float()
         x = to_sparse_csr(x) if is_sparse else x.to_dense()
-        return _normalized(x) if self.normalize_features else x
+        return normalized(x) if self.normalize_features else x
 
     @property
     def graph(self) -> Data:
@@ -416,22 +414,3 @@ class FullGraph:
 
     def __len__(self) -> int:
         return 1
-
-
-def to_sparse_csr(x: Tensor) -> Tensor:
-    """Return `x.to_sparse_csr()`, without torch's warning that this layout is in beta."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support", UserWarning)
-        return x.to_sparse_csr()
-
-
-def _normalized(x: Tensor) -> Tensor:
-    """Return rows divided by the sums of their absolute values, dense or sparse CSR."""
-    if x.layout == torch.strided:
-        sums = x.abs().sum(dim=1, keepdim=True)
-        return x / sums.masked_fill(sums == 0, 1)
-    rows = torch.repeat_interleave(x.crow_indices().diff())
-    values = x.values()
-    sums = values.new_zeros(len(x)).index_add_(0, rows, values.abs())
-    shares = values / sums.masked_fill(sums == 0, 1)[rows]
-    return with_values(x, shares)

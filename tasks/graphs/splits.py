@@ -9,7 +9,7 @@ from torch_geometric.utils import index_to_mask
 
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.resume.sampler import stratified_split
-from attnkit.tasks.graphs.checks import SPLITS, has_target
+from attnkit.tasks.graphs.base import SPLITS, has_target
 
 
 def planetoid_masks(

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 import attnkit
-from attnkit.checks.doctor.attentions import attentions
-from attnkit.checks.doctor.cases import Case, cases
-from attnkit.checks.doctor.examine import Examination
-from attnkit.checks.doctor.times import timed_cases, times
+from attnkit.checks.attentions import attentions
+from attnkit.checks.cases import Case, cases
+from attnkit.checks.doctor import timed_cases, times
+from attnkit.checks.examine import Examination
 from attnkit.core.kernels import ledger
 from attnkit.core.kernels.choose import PLACES
 
@@ -271,7 +271,7 @@ def test_a_causal_mask_at_the_wrong_corner_is_found_and_auto_leaves_the_kernel_o
 def test_every_kind_that_is_wrong_is_recorded_and_a_whole_clean_run_takes_it_back(
     flash, monkeypatch
 ):
-    monkeypatch.setattr("attnkit.checks.doctor.run.DTYPES", ("float32", "bfloat16"))
+    monkeypatch.setattr("attnkit.checks.doctor.DTYPES", ("float32", "bfloat16"))
     masks = attnkit.Causal(), attnkit.Padding(torch.tensor([50])), torch.rand(70, 70) < 0.5
     flash(of_masks(attnkit.Causal, attnkit.Padding, attnkit.Dense))
     report = attnkit.doctor(quick=True, only="attnkit flash")
@@ -424,7 +424,7 @@ def test_what_is_slow_is_asked_no_more_when_its_seconds_are_over():
 
 def test_a_quick_run_bounds_what_is_slow(monkeypatch):
     """With no seconds for it nothing is asked, and what is not slow has no bound."""
-    monkeypatch.setattr("attnkit.checks.doctor.run.SLOW_SECONDS", -1.0)
+    monkeypatch.setattr("attnkit.checks.doctor.SLOW_SECONDS", -1.0)
     with pytest.raises(ValueError, match="torch flex cannot run here"):
         attnkit.doctor(quick=True, only="torch flex", record=False)
     assert attnkit.doctor(quick=True, only="torch sdpa (flash)", record=False)

@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from attnkit.lightning import UserError
-from attnkit.lightning.modules.classification import ClassReport, class_scores, show_class_scores
+from attnkit.lightning.callbacks.reports import ClassReport
+from attnkit.lightning.modules.classification import class_scores, show_class_scores
 from attnkit.tasks.image_classification import (
     Augment,
     DigitsData,

@@ -13,7 +13,7 @@ from torch_geometric.nn import SGFormer as PyGSGFormer
 import attnkit
 from attnkit.lightning import UserError
 from attnkit.tasks.graphs import DictionaryLookupData, NodeClassification
-from attnkit.tasks.graphs.dictionary_lookup import distinct_permutations
+from attnkit.tasks.graphs.datasets.synthetic import distinct_permutations
 
 
 def ready(k=5, **options):

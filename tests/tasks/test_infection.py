@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from attnkit.tasks.graphs import InfectionData
-from attnkit.tasks.graphs.infection import shortest_paths
+from attnkit.tasks.graphs.datasets.synthetic import shortest_paths
 
 
 def ready(**options):

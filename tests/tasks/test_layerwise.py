@@ -10,7 +10,7 @@ from torch_geometric.nn import GAT as PyGGAT
 import attnkit
 from attnkit.lightning import ExactResume, UserError
 from attnkit.tasks.graphs import GraphDataModule, InNeighbors, NodeClassification
-from attnkit.tasks.graphs.layerwise import Layers, layerwise
+from attnkit.tasks.graphs.sampling import Layers, layerwise
 
 NODES, CHANNELS = 211, 11
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02}

@@ -30,9 +30,8 @@ from attnkit.tasks.graphs import (
     Links,
     NodeClassification,
 )
-from attnkit.tasks.graphs.links.absent import AbsentPairs, present_from
-from attnkit.tasks.graphs.links.given import HeldOut
-from attnkit.tasks.graphs.links.module import ranks_of
+from attnkit.tasks.graphs.absent import AbsentPairs, HeldOut, present_from
+from attnkit.tasks.graphs.links import ranks_of
 
 NODES = 23
 

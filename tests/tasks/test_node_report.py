@@ -21,8 +21,8 @@ from attnkit.tasks.graphs import (
     NodePredictions,
     NodeReport,
 )
-from attnkit.tasks.graphs.report.attended import largest_of_each
-from attnkit.tasks.graphs.report.neighbourhoods import (
+from attnkit.tasks.graphs.node_attention import largest_of_each
+from attnkit.tasks.graphs.node_report import (
     NeighbourhoodScores,
     in_degrees,
     label_homophily,

@@ -429,7 +429,7 @@ def test_pyg_sets_may_hold_numbers(monkeypatch):
     graph = Random(target="numbers").load()
     for name in ("train_mask", "val_mask", "test_mask"):
         del graph[name]
-    monkeypatch.setattr("attnkit.tasks.graphs.pyg.PyGSet.read", lambda self: [graph])
+    monkeypatch.setattr("attnkit.tasks.graphs.datasets.pyg.PyGSet.read", lambda self: [graph])
     data = PyGData("KarateClub", target="numbers")
     data.setup()
     assert int(data.graph.train_mask.sum()) == 59  # of 97, less a fifth twice

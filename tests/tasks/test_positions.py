@@ -10,7 +10,7 @@ import attnkit
 from attnkit.launch.main import main
 from attnkit.lightning import UserError
 from attnkit.tasks.graphs import GraphDataModule, NodeClassification
-from attnkit.tasks.graphs.positions import node_positions
+from attnkit.tasks.graphs.features import node_positions
 
 NODES, DIM = 127, 5  # more than 100, from which on PyG's eigenvectors are sparse
 

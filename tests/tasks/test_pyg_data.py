@@ -11,7 +11,7 @@ from torch_geometric.datasets import KarateClub, Planetoid
 
 from attnkit.lightning import UserError
 from attnkit.tasks.graphs import PlanetoidData, PyGData, PyGGraphsData
-from attnkit.tasks.graphs.pyg import PyGSet
+from attnkit.tasks.graphs.datasets.pyg import PyGSet
 
 
 def ready(*arguments, **options):
@@ -47,7 +47,7 @@ def test_given_masks_are_used(graph_files, tmp_path):
     graph_files.write_planetoid(tmp_path / "Cora" / "raw", "Cora", isolated=())
     data = ready("Planetoid", tmp_path, {"name": "Cora"})
     ours = PlanetoidData(tmp_path, normalize_features=False)
-    with pytest.warns(UserWarning, match="not the published file"):
+    with pytest.warns(UserWarning, match="not the published files"):
         ours.setup()
     for name in ("x", "y", "edge_index", "train_mask", "val_mask", "test_mask"):
         assert torch.equal(data.graph[name], ours.graph[name]), name

@@ -16,7 +16,7 @@ from attnkit.lightning import UserError
 from attnkit.lightning.resume.warm_start import warm_start
 from attnkit.tasks.captioning import CaptionCsvData, ImageCaptioning
 from attnkit.tasks.graphs import DigitsGraphData, GraphFilesData, NodeClassification
-from attnkit.tasks.graphs.data import to_sparse_csr
+from attnkit.tasks.graphs.features import to_sparse_csr
 from attnkit.tasks.graphs.splits import node_keys
 from attnkit.tasks.image_classification import (
     ImageClassification,

@@ -28,8 +28,8 @@ from attnkit.tasks.graphs import (
     GraphValues,
     NodeClassification,
 )
-from attnkit.tasks.graphs.whole.digit_grids import _grids
-from attnkit.tasks.graphs.whole.graphs import Graphs
+from attnkit.tasks.graphs.datasets.digits import _grids
+from attnkit.tasks.graphs.many_graphs import Graphs
 from attnkit.tasks.loaders import TokenLists, TokenSampler, cut
 
 SIZES = (3, 1, 7, 2, 5, 11, 4, 6, 2, 9, 3, 8)

@@ -7,30 +7,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attnkit.interpret.graphs import methods as edges
-from attnkit.interpret.methods import words
-from attnkit.interpret.methods.attention import attention, value_weighted
-from attnkit.interpret.methods.controls import centre, random
-from attnkit.interpret.methods.flow import relevance, rollout
+from attnkit.interpret.methods import edges, words
+from attnkit.interpret.methods.attention import (
+    attention,
+    legrad,
+    relevance,
+    rollout,
+    value_weighted,
+)
 from attnkit.interpret.methods.grad_cam import grad_cam
-from attnkit.interpret.methods.gradients import input_gradient, integrated_gradients
-from attnkit.interpret.methods.legrad import legrad
+from attnkit.interpret.methods.gradients import centre, input_gradient, integrated_gradients, random
 from attnkit.interpret.methods.occlusion import occlusion
-from attnkit.interpret.methods.question import Question, Target
-from attnkit.interpret.methods.tokens import watch
-
-
-def rolled_out(question: Question) -> Tensor:
-    chain = watch(question, "rollout")
-    return rollout(chain.steps, chain.start)
-
-
-def relevant(question: Question) -> Tensor:
-    chain = watch(question, "relevance")
-    return relevance(chain.steps, chain.start, chain.output_gradients(question))
-
-
-rolled_out.__doc__, relevant.__doc__ = rollout.__doc__, relevance.__doc__
+from attnkit.interpret.methods.question import Target
 
 
 class Method(NamedTuple):
@@ -63,9 +51,9 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             layers=("patch", "word", "edge"),
         ),
         "value_weighted": Method({"patch": value_weighted}, has_target=False, layers=("patch",)),
-        "rollout": Method({"patch": rolled_out}, has_target=False, layers=("patch",)),
+        "rollout": Method({"patch": rollout}, has_target=False, layers=("patch",)),
         "relevance": Method(
-            {"patch": relevant, "word": words.relevance, "edge": edges.relevance},
+            {"patch": relevance, "word": words.relevance, "edge": edges.relevance},
             layers=("patch", "edge"),
         ),
         "legrad": Method({"patch": legrad}, layers=("patch",)),

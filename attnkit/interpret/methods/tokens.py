@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from attnkit.core.capture.calls import AttentionCall
 from attnkit.core.capture.watch import LayerChoice, watch_attention
-from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import (
     Grid,
     heads_joined,
@@ -21,6 +21,33 @@ from attnkit.interpret.methods.hooks import module_runs
 from attnkit.interpret.methods.question import Layers, Question
 
 OTHERS = "leave method out, which takes one that serves this model"
+
+
+@dataclass(eq=False)
+class Step:
+    """A layer of attention between tokens.
+
+    call: the `AttentionCall` that ran.
+    rows: index of the token of each query, int [queries]; None: learned queries, which are no
+        tokens.
+    num_tokens: number of tokens of the layer's input; if there are fewer keys, they are the last.
+    is_used: whether the layer takes part; otherwise relevance passes through it unchanged.
+    """
+
+    call: Any
+    rows: Tensor | None
+    num_tokens: int
+    is_used: bool = True
+
+    def kept(self, r: Tensor) -> Tensor:
+        """Propagate relevance through the residual, [batch, queries] to [batch, tokens]."""
+        tokens = r.new_zeros(len(r), self.num_tokens)
+        return tokens if self.rows is None else tokens.index_add_(1, self.rows, r)
+
+    def looked_at(self, r: Tensor, output_gradient: Tensor | None = None) -> Tensor:
+        """Propagate relevance through the attention, [batch, queries] to [batch, tokens]."""
+        moved = self.call.propagate(r, output_gradient=output_gradient)
+        return torch.nn.functional.pad(moved, (self.num_tokens - moved.shape[1], 0))
 
 
 class Chain(NamedTuple):
@@ -40,11 +67,6 @@ class Chain(NamedTuple):
     @property
     def used(self) -> list[Step]:
         return [step for step in self.steps if step.is_used]
-
-    def output_gradients(self, question: Question) -> list[Tensor]:
-        """Return ∂y/∂O of each step; an empty tensor for steps that are not used."""
-        found = iter(question.gradients(self.y, [step.call.output for step in self.used]))
-        return [next(found) if step.is_used else torch.empty(0) for step in self.steps]
 
     def rows_read(self) -> list[Tensor]:
         """Return for each step how much each of its queries is read, [batch, queries], sum 1.

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnkit.interpret.diagnosis.diagnosis import SINK
+from attnkit.interpret.diagnosis import SINK
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.methods.flow import Step
 from attnkit.interpret.methods.grid import Grid as TokenGrid
 from attnkit.interpret.methods.question import Question, looking
-from attnkit.interpret.methods.tokens import Chain, watch
+from attnkit.interpret.methods.tokens import Chain, Step, watch
 from attnkit.interpret.picture import Scale
 from attnkit.interpret.report.page import colour_bar, map_uri
 from attnkit.interpret.trust.curves import answers_without_each, of_images

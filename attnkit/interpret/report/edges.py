@@ -11,8 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from attnkit.interpret.graphs.fidelity import EdgeFidelity
-from attnkit.interpret.graphs.picture import (
+from attnkit.interpret.graph_picture import (
     AGAINST,
     FOR,
     INK,
@@ -25,6 +24,7 @@ from attnkit.interpret.graphs.picture import (
 )
 from attnkit.interpret.report.findings import Judged
 from attnkit.interpret.report.page import Section, short
+from attnkit.interpret.trust.edges import EdgeFidelity
 from attnkit.lightning.protocols import Explained
 
 _ROWS = 10

@@ -13,17 +13,17 @@ import torch
 from attnkit.core.arguments import at_least
 from attnkit.interpret.explain import explain
 from attnkit.interpret.explanation import Explanation
-from attnkit.interpret.graphs.question import GraphQuestion
 from attnkit.interpret.layer_maps import draw_layer
+from attnkit.interpret.methods.graph_question import GraphQuestion
 from attnkit.interpret.methods.grid import patch_grid
 from attnkit.interpret.methods.question import looking
 from attnkit.interpret.methods.table import METHODS, methods_of
+from attnkit.interpret.methods.words import grid_of
 from attnkit.interpret.picture import save
 from attnkit.interpret.report.attention import MOST_CELLS
 from attnkit.interpret.report.findings import PAGE, Findings, Judged, findings_of, table_of
 from attnkit.interpret.report.kinds import KINDS, arrays_of
 from attnkit.interpret.report.page import picture_section, write_page
-from attnkit.interpret.sentences import grid_of
 from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS
 from attnkit.interpret.trust.words import ORDERS, word_counts
 from attnkit.lightning.protocols import Explained

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least
+from attnkit.interpret.console import shown
 from attnkit.interpret.methods.question import Classes, Question, Target, looking
-from attnkit.interpret.progress import shown
 from attnkit.interpret.quantity import Of
 from attnkit.interpret.trust.removal import Answer, Grid, Maps, on_grid, removal_grid
 from attnkit.interpret.trust.removal import removal as removal_of

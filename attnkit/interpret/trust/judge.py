@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.functional import spearman_corrcoef
 
-from attnkit.interpret.methods.controls import centre
-from attnkit.interpret.methods.gradients import input_gradient
+from attnkit.interpret.methods.gradients import centre, input_gradient
 from attnkit.interpret.methods.question import Classes, MapFunction, Question, looking
 from attnkit.interpret.quantity import Of
 from attnkit.interpret.trust.curves import (

@@ -8,8 +8,8 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from attnkit.interpret.console import text_table
 from attnkit.interpret.quantity import Quantity
-from attnkit.interpret.text_table import text_table
 from attnkit.interpret.trust.removal import REMOVALS
 
 SENSITIVE = 0.1

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attnkit.interpret.methods.question import looking
+from attnkit.interpret.methods.words import Sentences
 from attnkit.interpret.quantity import Quantity
-from attnkit.interpret.sentences import Sentences
 from attnkit.interpret.trust.curves import (
     FRACTIONS,
     FULL_FRACTIONS,

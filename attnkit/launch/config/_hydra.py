@@ -7,26 +7,17 @@ choices of a group nor the files that it has read.
 import os
 import pickle
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
-from hydra._internal.config_repository import ConfigRepository
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.core_plugins.importlib_resources_config_source import (
-    ImportlibResourcesConfigSource,
-)
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.types import Override
-from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf._utils import get_yaml_loader
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from attnkit.lightning.errors import UserError
 
@@ -37,7 +28,6 @@ __all__ = [
     "absent_name",
     "check_hydra",
     "create_config_search_path",
-    "load",
     "note_overrides",
     "split_message",
 ]
@@ -123,81 +113,10 @@ def note_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
         job.override_dirname = get_overrides_dirname(own, **job.config.override_dirname)
 
 
-# --- reading files --------------------------------------------------------------------------------
+# --- composing -----------------------------------------------------------------------------------
 
-_Loader: Any = get_yaml_loader()
-if yaml.__with_libyaml__:
-
-    class _Loader(yaml.cyaml.CParser, get_yaml_loader()):  # type: ignore[no-redef,misc]
-        """OmegaConf's loader with libyaml's parser, which is eight times as fast."""
-
-        def __init__(self, stream: TextIO) -> None:
-            yaml.cyaml.CParser.__init__(self, stream)
-            yaml.constructor.SafeConstructor.__init__(self)
-            yaml.resolver.Resolver.__init__(self)
-
-
-def load(file: TextIO) -> DictConfig | ListConfig:
-    """Return what `OmegaConf.load` reads from a file; OmegaConf reads what libyaml refuses."""
-    try:
-        content = yaml.load(file, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        content = ""
-    if content is None or isinstance(content, dict | list):
-        return OmegaConf.create({} if content is None else content)
-    file.seek(0)
-    return OmegaConf.load(file)
-
-
-_READ: dict[str, bytes] = {}
 _COMPOSED: dict[str, bytes] = {}
-_MOST = 256  # most entries of each cache; they have 1 kB and 30 kB
-
-
-def _once(kept: dict[str, bytes], key: str, make: Callable[[], Any]) -> Any:
-    """Return a copy of `make()`, which is called once for each key, since one process may run many
-    commands."""
-    if key not in kept:
-        made = make()
-        if len(kept) == _MOST:
-            kept.clear()
-        kept[key] = pickle.dumps(made)
-    return pickle.loads(kept[key])
-
-
-def _result(source: ConfigSource, path: Any) -> ConfigResult:
-    with path.open(encoding="utf-8") as file:
-        text = file.read()
-        header = source._get_header_dict(text[:512])
-        file.seek(0)
-        return ConfigResult(
-            config=_once(_READ, text, partial(load, file)),
-            path=f"{source.scheme()}://{source.path}",
-            provider=source.provider,
-            header=header,
-        )
-
-
-class _Folder(FileConfigSource):
-    def load_config(self, config_path: str) -> ConfigResult:
-        return _result(self, Path(self.path, self._normalize_file_name(config_path)))
-
-
-class _Package(ImportlibResourcesConfigSource):
-    def _read_config(self, res: Any) -> ConfigResult:
-        return _result(self, res)
-
-
-_SOURCES: dict[str, type[ConfigSource]] = {"file": _Folder, "pkg": _Package}
-
-
-class _Repository(ConfigRepository):
-    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        super().initialize_sources(config_search_path)
-        self.sources = [
-            _SOURCES.get(s.scheme(), type(s))(s.provider, f"{s.scheme()}://{s.path}")
-            for s in self.sources
-        ]
+_MOST = 256  # most compositions that are kept; each has 30 kB
 
 
 class Loader(ConfigLoaderImpl):
@@ -210,7 +129,6 @@ class Loader(ConfigLoaderImpl):
 
     def __init__(self, search_path: ConfigSearchPath, shipped: Path | None) -> None:
         super().__init__(search_path)
-        self.repository = _Repository(search_path)
         self.shipped = shipped
 
     def load_configuration(
@@ -226,7 +144,11 @@ class Loader(ConfigLoaderImpl):
         if self.shipped is None or not plain:
             return super().load_configuration(*options)
         states = [(p, p.stat().st_mtime_ns) for p in sorted(self.shipped.glob("**/*.yaml"))]
-        compose = partial(super().load_configuration, *options)
-        config: DictConfig = _once(_COMPOSED, str((options, states)), compose)
+        key = str((options, states))
+        if key not in _COMPOSED:
+            if len(_COMPOSED) == _MOST:
+                _COMPOSED.clear()
+            _COMPOSED[key] = pickle.dumps(super().load_configuration(*options))
+        config: DictConfig = pickle.loads(_COMPOSED[key])  # the caller's own
         config.hydra.runtime.cwd = os.getcwd()
         return config

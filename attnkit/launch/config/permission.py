@@ -36,14 +36,14 @@ class Consent:
     def check(self, config: Mapping[str, Any], origins: Origins | None = None) -> tuple[str, ...]:
         """Return the user's packages that the configuration names; refuse code that is not allowed.
 
-        Nothing is imported. If the name alone is a reason to refuse it, its source is not read.
+        Only names are read, and nothing is imported; `build` checks the objects that they name.
         """
         named = dict.fromkeys(self.packages)
         for key, target in targets(config):
             package = target.partition(".")[0]
             if self._holds(package):
                 named[package] = None
-            problem = allowed.objection(target, tuple(named)) or _wrong_kind(target)
+            problem = allowed.objection(target, tuple(named))
             if problem is None or (
                 package.isidentifier()
                 and allowed.is_unknown(package)
@@ -62,22 +62,6 @@ class Consent:
             return False
         home = source.parent if source.name == "__init__.py" else source
         return home.resolve().parent == self.folder.resolve()
-
-
-def _wrong_kind(target: str) -> str | None:
-    """Return why a name in an allowed package can't be built, as far as its source shows."""
-    if target.partition(".")[0] not in allowed.PACKAGES:
-        return None
-    definition = signatures.definition_of(target)
-    if definition is None:
-        return None
-    name, is_class = definition
-    if is_class and allowed.is_home(name.rpartition(".")[0]):
-        return None
-    if definition in map(signatures.definition_of, allowed.FUNCTIONS):
-        return None
-    kind = f"class, written in {name.rpartition('.')[0]}" if is_class else "function"
-    return f"{target} may not be built from a configuration: it is a {kind}"
 
 
 def allowed_by(overrides: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ The dataclass is read like any other constructor (signatures.py), so that `seed=
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -212,3 +213,8 @@ RESUMABLE = (
     "compile",
     "rank_logs",
 )
+
+
+def fill(node: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Replace nulls of a configuration by the facts of the same name."""
+    node.update({k: deepcopy(facts[k]) for k, v in node.items() if v is None and k in facts})

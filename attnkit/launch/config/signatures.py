@@ -78,14 +78,6 @@ def known(target: str) -> Signature:
     return found
 
 
-def definition_of(target: str) -> tuple[str, bool] | None:
-    """Return the dotted name at which a class or function is defined, and whether it is a class."""
-    found = _find(target)
-    if found is None or not isinstance(found[0], ast.ClassDef | ast.FunctionDef):
-        return None
-    return f"{found[1].name}.{found[0].name}", isinstance(found[0], ast.ClassDef)
-
-
 def missing_part(target: str) -> tuple[str, str, list[str]] | None:
     """Return the module at which a dotted path ends, the name that it lacks, and its names.
 

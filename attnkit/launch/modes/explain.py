@@ -11,11 +11,11 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Subset
 
-from attnkit.interpret.progress import steps
+from attnkit.interpret.console import steps
 from attnkit.interpret.report import Report
 from attnkit.launch import folder as folders
+from attnkit.launch.config.schema import fill
 from attnkit.launch.config.signatures import takes_images
-from attnkit.launch.parts import fill
 from attnkit.lightning.build import build
 from attnkit.lightning.console import say, say_table
 from attnkit.lightning.errors import UserError, first_line

@@ -5,23 +5,24 @@ of trials are only read. It needs neither torch nor Hydra.
 """
 
 import base64
+import math
 import os
 import re
 import shlex
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attnkit
 from attnkit.launch import folder as folders
 from attnkit.launch.command import command_line, key_of, setting
 from attnkit.launch.decide import Request
 from attnkit.launch.errors import CRASHED, summary
-from attnkit.launch.sweep import picture
 from attnkit.launch.sweep.ranking import (
+    SEED,
     Metric,
     Row,
     figure,
@@ -31,13 +32,19 @@ from attnkit.launch.sweep.ranking import (
     save_csv,
 )
 from attnkit.launch.sweep.record import Sweep, Trial, find_sweep, read_sweep, shortened, to_go_on
-from attnkit.lightning.console import cell, in_line, three_digits, visible
+from attnkit.lightning.console import cell, in_line, in_picture, three_digits, visible
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import replacing, write_text
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PICTURE = "parameters.png"
 _TEMPLATES = ("launch/sweep/templates", "interpret/report/templates")  # the second has page.css
 _NO_SCREEN = 160  # columns in a file or a pipe
 _LONG_WORD = 10  # longer words of a header are broken at underscores
+_MEANS = 8  # up to so many values of a key have their means drawn
+_LONGEST = 24  # characters of a value written below a plot
 _COLOURS = {"done": None, "failed": "red"}
 
 
@@ -69,7 +76,7 @@ def finish(folder: Path) -> int:
     if any(len(row.trials) > 1 for row in rows):
         save_csv(folder / "trials.csv", ranked(sweep.trials, metric, by_seed=True), figures)
         print(f"         {folder / 'trials.csv'}")
-    drawn = _draw(folder / picture.FILE, rows, metric)
+    drawn = _draw(folder / PICTURE, rows, metric)
     page: dict[str, Any] = {"title": sweep.folder.name, "columns": columns, "said": summary_text}
     page |= {"table": table, "picture": base64.b64encode(drawn).decode(), "best": best}
     page["errors"] = [row for row in rows if row.state == "failed"]
@@ -126,7 +133,7 @@ def _draw(path: Path, rows: Sequence[Row], metric: Metric) -> bytes:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings on letters that a font lacks
-            drawn = picture.draw(rows, metric)
+            drawn = draw(rows, metric)
             if drawn is None:
                 return b""
             with replacing(path) as file:
@@ -272,3 +279,95 @@ def in_words(rows: Sequence[Row], same: Mapping[str, str], shared: Sequence[str]
         "± is the standard deviation over the seeds."
         f"{f' Not counted: {counts}.' if counts else ''}"
     )
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[Row], metric: Metric) -> "Figure | None":
+    """Draw the metric against each swept parameter; return None if there is nothing to compare.
+
+    Points are trials, the line is their mean, and a bar is the standard deviation over the seeds
+    of a row. Numbers have a logarithmic axis if they span a decade (whole numbers: two). Other
+    values are drawn side by side.
+    """
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.rank is not None]
+    trials = [t for row in shown for t in row.trials if metric.name in t.results]
+    swept = dict.fromkeys(key for trial in trials for key in trial.values)
+    keys = [k for k in swept if k != SEED and len({t.values.get(k) for t in trials} - {None}) > 1]
+    if not keys:
+        return None
+    columns = min(len(keys), 3)
+    height = -(-len(keys) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.6 * height + 0.3), layout="constrained")
+    panels = figure.subplots(height, columns, squeeze=False, sharey=True).ravel()
+    for panel, key in zip(panels, keys, strict=False):
+        _draw_key(panel, key, [row for row in shown if key in row.trials[0].values], metric)
+        panel.margins(x=0.1)
+        panel.grid(visible=True, alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[len(keys) :]:
+        panel.remove()
+    for panel in panels[: len(keys) : columns]:
+        panel.set_ylabel(metric.name)
+    if _spans([t.results[metric.name] for t in trials], 100):
+        panels[0].set_yscale("log")
+    named = panels[0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside upper right", ncols=2, frameon=False, fontsize=8)
+    return figure
+
+
+def _draw_key(panel: Any, key: str, rows: Sequence[Row], metric: Metric) -> None:
+    """Draw the trials of these rows against one key; matplotlib puts texts side by side."""
+    values = dict.fromkeys(row.trials[0].values[key] for row in rows)
+    numbers = _numbers(values)
+    texts = shortened(values)
+    places: dict[str, Any] = numbers or {value: _short(texts[value]) for value in values}
+    points: dict[Any, list[float]] = {place: [] for place in places.values()}
+    for trial in (trial for row in rows for trial in row.trials):
+        if metric.name in trial.results:
+            points[places[trial.values[key]]].append(trial.results[metric.name])
+    pairs = [(place, result) for place, results in points.items() for result in results]
+    panel.plot(*zip(*pairs, strict=True), "o", color="C0", alpha=0.45, ms=5, mew=0)
+    if len(points) <= _MEANS or not numbers:
+        style = {"ls": "-" if numbers else "none", "marker": "_", "ms": 12, "mew": 2}
+        means = [(place, math.fsum(r) / len(r)) for place, r in points.items() if r]
+        panel.plot(*zip(*means, strict=True), **style, color="C1", zorder=1.5, label="mean")
+    spread = f"{metric.name}_std"
+    several = [row for row in rows if row.seeds > 1 and spread in row.results]
+    if several:
+        x = [places[row.trials[0].values[key]] for row in several]
+        y, deviations = zip(
+            *((row.results[metric.name], row.results[spread]) for row in several), strict=True
+        )
+        panel.errorbar(
+            x, y, deviations, fmt="none", color="C0", alpha=0.6, lw=1.2, label="± over seeds"
+        )
+    if _spans(numbers.values(), 100 if all(map(float.is_integer, numbers.values())) else 10):
+        panel.set_xscale("log")
+    if not numbers and sum(map(len, points)) > _LONGEST:
+        panel.tick_params(axis="x", rotation=90)
+    panel.set(xlabel=_short(key))
+
+
+def _numbers(texts: Iterable[str]) -> dict[str, float]:
+    """Return the values as sorted numbers; empty if one of them is not a finite number."""
+    try:
+        numbers = {text: float(text) for text in texts}
+    except ValueError:
+        return {}
+    finite = all(map(math.isfinite, numbers.values()))
+    return dict(sorted(numbers.items(), key=lambda item: item[1])) if finite else {}
+
+
+def _short(text: str) -> str:
+    """Return a text shortened for the plot, in which matplotlib finds no formula."""
+    return in_picture(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…")
+
+
+def _spans(values: Iterable[float], times: float) -> bool:
+    """Return whether the smallest value is positive and the largest is `times` as large."""
+    values = list(values)
+    return bool(values) and min(values) > 0 and max(values) >= times * min(values)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from attnkit.lightning.files import in_log_folder, replacing
 
@@ -52,7 +51,6 @@ class LearningCurves(Callback):
         self.every_seconds = every_seconds
         self.skip = tuple(skip)
         self.history: History = {}
-        self._tensors: dict[str, Tensor] = {}  # the history as far as it has been saved
         self._drawn = time.monotonic()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -69,19 +67,15 @@ class LearningCurves(Callback):
             self._draw(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        # one tensor for each metric: an object for each number could take longer than an epoch
-        for name, points in self.history.items():
-            known = self._tensors.get(name, torch.empty(0, 2, dtype=torch.float64))
-            new = torch.tensor(points[len(known) :], dtype=torch.float64).reshape(-1, 2)
-            self._tensors[name] = torch.cat([known, new])
-        return {"history": dict(self._tensors)}
+        # one tensor for each metric: to save an object for each number takes long
+        history = self.history.items()
+        return {"history": {n: torch.tensor(p, dtype=torch.float64) for n, p in history}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = {
             name: [(epoch, value) for epoch, value in torch.as_tensor(points).tolist()]
             for name, points in state_dict["history"].items()
         }
-        self._tensors = {}
 
     def _note(self, trainer: Trainer, stage: str, share_of_epoch: float) -> None:
         epoch = trainer.current_epoch + share_of_epoch

@@ -122,18 +122,21 @@ _VALIDATION = (
 )
 
 
-def check_monitors(trainer: Trainer, validation: Mapping[str, object]) -> None:
+def check_monitors(module: LightningModule, validation: Mapping[str, object]) -> None:
     """Raise UserError if something monitors a metric that is not logged; for `on_fit_start`.
 
     It does so too if the worst value is taken for the best. Names of training, `train…`, are not
-    checked, since callbacks log some; nor are others if a user's own callback may log more.
+    checked, since callbacks log some; nor are others if a user's own callback or step may log more.
 
     Args:
-        trainer: its callbacks and schedules are checked.
+        module: the module; callbacks and schedules of its trainer are checked.
         validation: all validation metrics that the module logs, by name.
     """
+    trainer = module.trainer
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    all_known = all(_package(callback) in _KNOWN for callback in callbacks)
+    steps = [getattr(type(module), name, None) for name in _VALIDATION]
+    packages = [step.__module__.partition(".")[0] for step in steps if step is not None]
+    all_known = _KNOWN.issuperset([*packages, *map(_package, callbacks)])
     for name, monitor, _ in _followed(trainer) if all_known else ():
         if not monitor.startswith("train") and monitor not in validation:
             raise _unlogged(name, monitor, "validation logs", validation)
@@ -158,12 +161,6 @@ def direction(monitor: str, metric: object) -> Mode | None:
     """Return the direction in which a metric is better, by torchmetrics, else by its name."""
     more = metric.higher_is_better if isinstance(metric, Metric) else None
     return mode_of(monitor) if more is None else "max" if more else "min"
-
-
-def validates_as_known(module: type[LightningModule]) -> bool:
-    """Whether all validation metrics of a class are known: none of its steps is the user's own."""
-    steps = [getattr(module, name, None) for name in _VALIDATION]
-    return all(step is None or step.__module__.partition(".")[0] in _KNOWN for step in steps)
 
 
 class MonitorsInSanityCheck(Callback):

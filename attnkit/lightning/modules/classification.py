@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.table import Table
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassConfusionMatrix,
@@ -19,15 +19,9 @@ from torchmetrics.classification import (
 )
 
 from attnkit.core.arguments import at_least
-from attnkit.lightning import _private as private
 from attnkit.lightning.console import cell, say_table
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.checks import (
-    check_directions,
-    check_monitors,
-    validates_as_known,
-)
-from attnkit.lightning.modules.module import TaskModule
+from attnkit.lightning.modules.measured import MeasuredModule, names_of
 
 ClassWeights = Literal["balanced"] | Sequence[float] | Mapping[str, float]
 _MAX_SHOWN = 40
@@ -48,7 +42,7 @@ class ClassScore(NamedTuple):
     support: int
 
 
-class ClassificationModule(TaskModule):
+class ClassificationModule(MeasuredModule):
     """A `TaskModule` with the losses and metrics of classification; subclasses define the steps.
 
     At the end of an epoch it logs exact means over the samples, under any number of processes:
@@ -86,21 +80,13 @@ class ClassificationModule(TaskModule):
     ) -> None:
         super().__init__(model, optimizer, scheduler, finetune)
         at_least(2, num_classes=num_classes)
-        if class_names is not None and len(class_names) != num_classes:
-            raise ValueError(
-                f"class_names: expected {num_classes} (num_classes), got {len(class_names)}"
-            )
         self.num_classes = num_classes
-        self.class_names = list(class_names or map(str, range(num_classes)))
+        self.class_names = names_of(class_names, num_classes=num_classes)
         self.is_balanced = isinstance(class_weights, str) and class_weights == "balanced"
         given = None if self.is_balanced else class_weights
         weights = None if given is None else _checked_weights(given, self.class_names)
         self.register_buffer("class_weights", weights, persistent=False)
-
-        self.train_loss = mean_of_losses()
-        self.train_plain_loss = mean_of_losses()
-        self.val_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
-        self.test_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
+        self.make_metrics()
         options: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
         self.test_scores = MulticlassStatScores(average=None, **options)
         self.test_confusion = (
@@ -121,20 +107,6 @@ class ClassificationModule(TaskModule):
             "f1": MulticlassF1Score(average="macro", **options),
         }
 
-    def log_train_loss(self, losses: Tensor, plain: Tensor | None = None) -> None:
-        """Log `train/loss`, the mean over the epoch of the losses [samples] of its batches.
-
-        Args:
-            losses: minimised losses, [samples].
-            plain: plain cross-entropy, if `losses` is another loss; it is logged as
-                `train/plain_loss`, which compares with `val/loss`.
-        """
-        self.train_loss.update(losses.detach())
-        self._log("train/loss", self.train_loss, on_step=False, on_epoch=True)
-        if plain is not None:
-            self.train_plain_loss.update(plain.detach())
-            self._log("train/plain_loss", self.train_plain_loss, on_step=False, on_epoch=True)
-
     def evaluate(self, stage: str, logits: Tensor, labels: Tensor) -> None:
         """Add a batch to the metrics of `stage`, "val" or "test".
 
@@ -144,45 +116,13 @@ class ClassificationModule(TaskModule):
             labels: [samples].
         """
         logits = logits.float()
-        for name, module in (self.val_metrics if stage == "val" else self.test_metrics).items():
-            metric = cast(Metric, module)
-            if name == "loss":
-                metric.update(functional.cross_entropy(logits, labels, reduction="none"))
-            else:
-                metric.update(logits, labels)
-            self._log(f"{stage}/{name}", metric, prog_bar=name == "accuracy")
+        losses = functional.cross_entropy(logits, labels, reduction="none")
+        self.update_metrics(stage, losses, logits, labels)
         if stage == "test":
             predicted = logits.argmax(dim=1)
             self.test_scores.update(predicted, labels)
             if self.test_confusion is not None:
                 self.test_confusion.update(predicted, labels)
-
-    def _log(self, name: str, metric: Metric, **options: Any) -> None:
-        """Log a metric that is always logged with these options."""
-        if not private.log_again(self, name, metric):
-            self.log(name, metric, **options)
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        names = getattr(getattr(self.trainer, "datamodule", None), "class_names", None)
-        if names and self.hparams.get("class_names") and list(names) != self.class_names:
-            differing = next(
-                (pair for pair in zip(self.class_names, names, strict=False) if pair[0] != pair[1]),
-                (f"{len(self.class_names)} classes", f"{len(names)}"),
-            )
-            raise UserError(
-                "data: its classes are not those that the module was made for: "
-                f"expected {differing[0]}, got {differing[1]}"
-            )
-
-    def on_fit_start(self) -> None:
-        """Raise UserError if a callback or the schedule monitors a metric that is never logged, or
-        takes its worst value for the best."""
-        validation = {f"val/{name}": metric for name, metric in self.val_metrics.items()}
-        if validates_as_known(type(self)):  # a user's own class may log more
-            check_monitors(self.trainer, validation)
-        else:
-            check_directions(self.trainer, validation)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -259,13 +199,6 @@ def probability_columns(
         return {}
     columns = zip(class_names, probabilities.T.tolist(), strict=True)
     return {f"p({name})": column for name, column in columns}
-
-
-def mean_of_losses() -> MeanMetric:
-    """Return a metric that averages one value per sample over an epoch."""
-    # A NaN must show in the result, and looking for one would stop the GPU at every step. With
-    # "disable", torchmetrics 1.9 also ignores the weights of its values: give it one per sample.
-    return MeanMetric(nan_strategy="disable")
 
 
 def class_scores(stats: Tensor, class_names: Sequence[str]) -> list[ClassScore]:

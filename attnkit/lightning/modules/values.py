@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,12 @@ from torchmetrics import Metric
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 
 from attnkit.core.arguments import at_least, choice
-from attnkit.lightning import _private as private
 from attnkit.lightning.errors import UserError
-from attnkit.lightning.modules.checks import (
-    check_directions,
-    check_monitors,
-    validates_as_known,
-)
-from attnkit.lightning.modules.classification import mean_of_losses, probability_columns
-from attnkit.lightning.modules.module import TaskModule
+from attnkit.lightning.modules.classification import probability_columns
+from attnkit.lightning.modules.measured import MeasuredModule, names_of
 
 
-class ValuesModule(TaskModule):
+class ValuesModule(MeasuredModule):
     """A `TaskModule` that learns several labels, or numbers, of each sample; NaN is ignored.
 
     - "labels": each 0 or 1; binary cross-entropy of logits. Logged for validation and test:
@@ -71,13 +65,9 @@ class ValuesModule(TaskModule):
         super().__init__(model, optimizer, scheduler, finetune)
         choice(("labels", "numbers"), target=target)
         at_least(1, num_outputs=num_outputs)
-        if class_names is not None and len(class_names) != num_outputs:
-            raise ValueError(
-                f"class_names: expected {num_outputs} (num_outputs), got {len(class_names)}"
-            )
-        self.target = target
+        self.target = self.learns = target
         self.num_outputs = num_outputs
-        self.class_names = list(class_names or map(str, range(num_outputs)))
+        self.class_names = names_of(class_names, num_outputs=num_outputs)
         first = getattr(self, "first_columns", ()) if target == "numbers" else ()
         counts = Counter([*self.class_names, *first])
         if twice := [name for name, times in counts.items() if times > 1]:
@@ -89,9 +79,7 @@ class ValuesModule(TaskModule):
         if target == "numbers":  # statistics of the training data, for predictions in its units
             self.register_buffer("target_mean", torch.zeros(num_outputs))
             self.register_buffer("target_deviation", torch.ones(num_outputs))
-        self.train_loss = mean_of_losses()
-        self.val_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
-        self.test_metrics = nn.ModuleDict({"loss": mean_of_losses(), **self.metrics()})
+        self.make_metrics()
 
     def metrics(self) -> dict[str, Metric]:
         """Return new metrics of outputs and truth [samples, num_outputs], by their logged names.
@@ -157,43 +145,15 @@ class ValuesModule(TaskModule):
             found = (outputs - truth).abs() / self.target_deviation
         return found[known]
 
-    def log_train_loss(self, losses: Tensor) -> None:
-        """Log `train/loss`, the mean over the epoch of the losses [values] of its batches."""
-        self.train_loss.update(losses.detach())
-        self._log("train/loss", self.train_loss, on_step=False, on_epoch=True)
-
     def evaluate(self, stage: str, outputs: Tensor, truth: Tensor) -> None:
         """Add a batch, outputs and truth [samples, num_outputs], to the metrics of "val" or
         "test"."""
         outputs = outputs.float()
-        for name, module in (self.val_metrics if stage == "val" else self.test_metrics).items():
-            metric = cast(Metric, module)
-            if name == "loss":
-                metric.update(self.losses(outputs, truth))
-            else:
-                metric.update(outputs, truth)
-            self._log(f"{stage}/{name}", metric, prog_bar=name in ("accuracy", "mae"))
-
-    def _log(self, name: str, metric: Metric, **options: Any) -> None:
-        if not private.log_again(self, name, metric):
-            self.log(name, metric, **options)
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        names = getattr(getattr(self.trainer, "datamodule", None), "class_names", None)
-        if names and self.hparams.get("class_names") and list(names) != self.class_names:
-            raise UserError(
-                f"data: expected the {self.target} that the module was made for, "
-                f"{', '.join(self.class_names[:5])}, got {', '.join(names[:5])}"
-            )
+        self.update_metrics(stage, self.losses(outputs, truth), outputs, truth)
 
     def on_fit_start(self) -> None:
-        """Set the mean and deviation of numbers in training; raise UserError if a callback or the
-        schedule monitors a metric that is never logged, or takes its worst value for the best."""
-        validation = {f"val/{name}": metric for name, metric in self.val_metrics.items()}
-        (check_monitors if validates_as_known(type(self)) else check_directions)(
-            self.trainer, validation
-        )
+        """Set the mean and deviation of numbers in training, after the checks of monitors."""
+        super().on_fit_start()
         truth = getattr(getattr(self.trainer, "datamodule", None), "train_labels", None)
         if self.target == "labels" or truth is None:
             return

@@ -10,7 +10,7 @@ from torch import nn
 import attnkit
 from attnkit import diagnose_attention
 from attnkit.core.capture.watch import watch_attention
-from attnkit.interpret.diagnosis.diagnosis import MEASURES, findings_of
+from attnkit.interpret.diagnosis import MEASURES, findings_of
 
 BATCH, TOKENS, HEADS, DIM = 2, 13, 3, 5
 
@@ -85,7 +85,7 @@ def test_entropy_is_of_the_keys_that_a_row_may_see(queries, as_bias):
 
 def test_measures_are_those_of_the_weights_in_blocks(queries, monkeypatch):
     """Sums over the whole matrix, of which blocks of one row are added."""
-    monkeypatch.setattr("attnkit.interpret.diagnosis.measures.BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr("attnkit.interpret.head_measures.BLOCK_ELEMENTS", 1)
     diagnosis = diagnose_attention(Attending(), queries)
     weights = queries.softmax(dim=-1)
     entropy = torch.special.entr(weights).sum(-1).mean((0, 2)) / math.log(TOKENS)

@@ -6,7 +6,7 @@ from scipy.spatial.distance import jensenshannon
 from scipy.stats import entropy as scipy_entropy
 from scipy.stats import kendalltau
 
-from attnkit.interpret.diagnosis.measures import divergence_of_heads, entropy, static_score
+from attnkit.interpret.head_measures import divergence_of_heads, entropy, static_score
 
 BATCH, HEADS, ROWS, KEYS = 2, 3, 5, 11
 

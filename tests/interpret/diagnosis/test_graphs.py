@@ -11,7 +11,7 @@ from torch_geometric import nn as pyg
 import attnkit
 from attnkit import diagnose_attention
 from attnkit.core.capture.calls import EdgeCall
-from attnkit.interpret.diagnosis.measures import Sampling, measure_edges
+from attnkit.interpret.head_measures import Sampling, measure_edges
 from attnkit.tasks.graphs import DictionaryLookupData
 
 NODES, EDGES, CHANNELS, HEADS, DIM = 13, 61, 5, 3, 7

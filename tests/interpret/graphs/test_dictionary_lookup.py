@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.functional.classification import binary_auroc
 
 import attnkit
-from attnkit.tasks.graphs.dictionary_lookup import LookupGraphs, distinct_permutations
+from attnkit.tasks.graphs.datasets.synthetic import LookupGraphs, distinct_permutations
 
 K, STEPS, BATCH = 10, 400, 64
 

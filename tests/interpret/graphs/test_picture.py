@@ -9,7 +9,7 @@ from torch import nn
 from torch_geometric import nn as pyg
 
 import attnkit
-from attnkit.interpret.graphs.picture import (
+from attnkit.interpret.graph_picture import (
     CLASS_COLOURS,
     class_colours,
     draw_graph,
@@ -17,7 +17,7 @@ from attnkit.interpret.graphs.picture import (
     empty_figure,
     legend,
 )
-from attnkit.interpret.graphs.question import steps_to
+from attnkit.interpret.methods.graph_question import steps_to
 
 # 0 ← 1 ← 2, 0 ← 3 ← 4, 4 → 1, there and back between 0 and 3, a loop at 1; 5 → 4 is too far away
 EDGES = torch.tensor([[1, 2, 3, 4, 4, 0, 1, 5], [0, 1, 0, 3, 1, 3, 1, 4]])

@@ -26,6 +26,23 @@ class Attention(nn.Module):
         return self.last(out.transpose(1, 2).flatten(2))
 
 
+class Pool(nn.Module):
+    """One learned query that looks at the patches."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.eager = nn.Parameter(torch.empty(1, HEADS, 1, DIM // HEADS)), False
+
+    def forward(self, x):
+        kv = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        if self.eager:
+            self.kept = (self.query @ kv.mT * kv.shape[-1] ** -0.5).softmax(dim=-1)
+            out = self.kept @ kv
+        else:
+            out = F.scaled_dot_product_attention(self.query.expand(len(x), -1, -1, -1), kv, kv)
+        return out.transpose(1, 2).flatten(1)
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -48,6 +65,7 @@ class PlainViT(nn.Module):
         self.table = nn.Parameter(torch.empty(1, 17, DIM))
         self.steps = nn.Sequential(*(Block() for _ in range(depth)))
         self.norm, self.classify, self.pooling = nn.LayerNorm(DIM), nn.Linear(DIM, CLASSES), pooling
+        self.pool = Pool() if pooling == "learned" else None
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.4)
@@ -58,6 +76,8 @@ class PlainViT(nn.Module):
 
     def end(self, tokens):
         tokens = self.norm(tokens)
+        if self.pooling == "learned":
+            return self.classify(self.pool(tokens[:, 2:]))
         pooled = tokens[:, 0] if self.pooling == "class" else tokens[:, 2:].mean(dim=1)
         return self.classify(pooled)
 
@@ -67,14 +87,19 @@ class PlainViT(nn.Module):
         return self.end(self.steps(x))
 
     def eager(self, is_eager=True):
-        for attention in self.attentions:
+        for attention in [*self.attentions, *([self.pool] if self.pool else [])]:
             attention.eager = is_eager
         return self
 
 
+@pytest.fixture
+def vit():
+    return lambda *given, **options: PlainViT(*given, **options).eval()
+
+
 @pytest.fixture(params=["class", "mean"])
-def model(request):
-    return PlainViT(request.param).eval()
+def model(request, vit):
+    return vit(request.param)
 
 
 @pytest.fixture

@@ -22,28 +22,61 @@ def read(model):
     return row / row.sum()
 
 
-def test_relevance_is_autograd_through_eager_weights(model, images, target):
+@pytest.mark.parametrize("layers", [None, [0, 2]])
+def test_relevance_is_autograd_through_eager_weights(model, images, target, layers):
     weights, logits = eager_weights(model, images)
     y = logits.gather(1, target[:, None]).sum()
-    gradients = torch.autograd.grad(y, weights)
     matrix = torch.eye(TOKENS).expand(2, -1, -1)
-    for attention, gradient in zip(weights, gradients, strict=True):
-        matrix = matrix + (gradient * attention).relu().mean(dim=1) @ matrix
+    for number in layers or range(3):
+        (gradient,) = torch.autograd.grad(y, weights[number], retain_graph=True)
+        matrix = matrix + (gradient * weights[number]).relu().mean(dim=1) @ matrix
     expected = torch.einsum("i,bij->bj", read(model), matrix - torch.eye(TOKENS)).detach()
-    got = explain(model, images, target)
+    got = explain(model, images, target, "relevance", layers=layers)
     torch.testing.assert_close(got.tokens, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.map, expected[:, 2:].unflatten(1, (3, 5)), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.share, expected[:, :2].sum(dim=1) / expected.sum(dim=1))
     torch.testing.assert_close(got.logit, logits.detach().gather(1, target[:, None])[:, 0])
 
 
-def test_rollout_is_the_product_of_eager_weights(model, images):
+@pytest.mark.parametrize("layers", [None, [1, 2]])
+def test_rollout_is_the_product_of_eager_weights(model, images, layers):
     weights, _ = eager_weights(model, images)
     matrix = torch.eye(TOKENS).expand(2, -1, -1)
-    for attention in weights:
-        matrix = (attention.detach().mean(dim=1) + torch.eye(TOKENS)) / 2 @ matrix
+    for number in layers or range(3):
+        mean = weights[number].detach().mean(dim=1)
+        matrix = (mean + torch.eye(TOKENS)) / 2 @ matrix
     expected = torch.einsum("i,bij->bj", read(model), matrix)
-    torch.testing.assert_close(explain(model, images, method="rollout").tokens, expected)
+    got = explain(model, images, method="rollout", layers=layers)
+    torch.testing.assert_close(got.tokens, expected)
+
+
+def test_learned_queries_carry_nothing_back_and_a_prefix_they_leave_out_has_nothing(
+    vit, images, target
+):
+    model = vit("learned", depth=1)
+    (weights,), logits = eager_weights(model, images)
+    pooled = model.pool.kept
+    grads = torch.autograd.grad(logits.gather(1, target[:, None]).sum(), [weights, pooled])
+    pad = torch.zeros(2, 1, 2)
+    even, keep = weights.mean(dim=1), torch.eye(TOKENS)
+    row = torch.cat([pad, pooled.mean(dim=1)], dim=2)
+    got = explain(model, images, method="rollout")
+    torch.testing.assert_close(got.tokens, (row @ (even + keep) / 2)[:, 0].detach())
+    even, row = ((g * w).relu().mean(dim=1) for g, w in zip(grads, (weights, pooled), strict=True))
+    row = torch.cat([pad, row], dim=2)
+    expected = (row @ (even + keep))[:, 0].detach()
+    got = explain(model, images, target, "relevance")
+    torch.testing.assert_close(got.tokens, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_uniform_attention_rolls_out_to_a_known_share(vit, images):
+    model = vit()
+    for attention in model.attentions:
+        torch.nn.init.zeros_(attention.qkv.weight[:30])  # queries and keys
+        torch.nn.init.zeros_(attention.qkv.bias[:30])
+    even = torch.full((2, TOKENS), (1 - 2**-3) / TOKENS)
+    even[:, 0] += 2**-3
+    torch.testing.assert_close(explain(model, images, method="rollout").tokens, even)
 
 
 def test_attention_is_the_last_layers(model, images):

@@ -14,7 +14,7 @@ from sklearn.datasets import load_sample_image
 from torch import nn
 
 import attnkit
-from attnkit.interpret.diagnosis.diagnosis import SINK
+from attnkit.interpret.diagnosis import SINK
 from attnkit.interpret.picture import scale_of
 from attnkit.interpret.report import Report
 from attnkit.interpret.report.attention import (
@@ -25,9 +25,8 @@ from attnkit.interpret.report.attention import (
     scale_of_weights,
     without_each,
 )
-from attnkit.interpret.report.curves import patch_curves, patch_sentences
 from attnkit.interpret.report.findings import Judged
-from attnkit.interpret.report.maps import image_sections
+from attnkit.interpret.report.maps import image_sections, patch_curves, patch_sentences
 from attnkit.interpret.report.page import write_page
 from attnkit.lightning import Explained
 

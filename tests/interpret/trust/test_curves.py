@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 import attnkit
-from attnkit.interpret import progress as progress_file
+from attnkit.interpret import console as progress_file
 from attnkit.interpret.trust.curves import (
     PerturbationCurves,
     perturbation_curves,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import attnkit
-from attnkit.interpret.sentences import Sentences
+from attnkit.interpret.methods.words import Sentences
 from attnkit.interpret.trust.words import trust_words
 from attnkit.models.captioning.word_decoder import END, PAD, START
 

@@ -221,30 +221,3 @@ def test_wrong_weights_and_sizes(attnkit, saved, case):
     assert message in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert os.listdir(".") == []
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ((*TIMM, *WRONG["another network"][0]), WRONG["another network"][1]),
-        (WRONG["init: another network"][0], WRONG["init: another network"][1]),
-        (WRONG["ours: another network"][0], WRONG["ours: another network"][1]),
-        (("task=vit", "model.num_heads=5"), "num_heads"),
-        (("task=vit", "model.patch_size=5", "data.image_size=32"), "5 x 5 does not divide"),
-        (("task=vit", "finetune=lora", "finetune.targets=*.nothing"), "matches no linear layer"),
-        (("task=spatial", "attention=se", "model.where=nowhere", "data.image_size=32"), "where"),
-    ],
-)
-def test_a_wrong_network_is_named_before_images_are_read(attnkit, saved, given, message):
-    """Of which none can be read."""
-    for number in range(3):
-        Path("photos", "train", str(number)).mkdir(parents=True)
-        Path("photos", "train", str(number), "1.png").write_bytes(b"junk")
-    given = [text.replace("{saved}", str(saved)) for text in given]
-    done = attnkit(*given, "data=image_folder", "data.root=photos", "data.val_fraction=0.3")
-    assert done.code == 2, done.out
-    assert message in done.err
-    assert "photos" not in done.err
-    assert len(done.err.strip().splitlines()) == 1
-    right = attnkit("task=vit", "model.patch_size=5", "data=image_folder", "data.root=photos")
-    assert "photos" in right.err  # what only the images decide is not guessed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from attnkit.launch.sweep import picture, ranking, report
+from attnkit.launch.sweep import ranking, report
 from attnkit.launch.sweep.record import Trial, shortened
 from attnkit.lightning.console import seconds, three_digits, with_prefix
 
@@ -101,7 +101,7 @@ def test_what_is_equal_is_said_once():
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_no_names_overlap(seeds):
     """Also of values that lie close together; the deviation over seeds is in the picture."""
-    figure = picture.draw(rows_of(seeds), METRIC)
+    figure = report.draw(rows_of(seeds), METRIC)
     figure.canvas.draw()
     for axes in figure.axes:
         boxes = [t.get_window_extent() for t in axes.get_xticklabels() if t.get_text()]

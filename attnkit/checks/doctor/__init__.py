@@ -1,1 +1,0 @@
-"""The doctor, which compares every attention that a machine can run with the definition."""

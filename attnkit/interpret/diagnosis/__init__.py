@@ -1,1 +1,0 @@
-"""Measures of what each attention layer and head does, taken in one pass."""

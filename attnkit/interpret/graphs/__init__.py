@@ -1,1 +1,0 @@
-"""Explanations of graph models by edges, and their fidelity."""

@@ -1,1 +1,0 @@
-"""Graphs in files: a user's own, and OGB's folders as published."""

@@ -1,1 +1,0 @@
-"""Link prediction: which pairs of nodes of a graph are joined by an edge."""

@@ -1,0 +1,197 @@
+"""Writes the edges with the most attention of each node, for `predict.attention`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, distributed, nn
+from torch_geometric.data import Data
+
+from attnkit.core.arguments import at_least, choice
+from attnkit.core.capture.calls import Call, EdgeCall
+from attnkit.core.capture.watch import told_of_attention
+from attnkit.core.kernels.record import unrecorded
+from attnkit.core.running import undisturbed
+from attnkit.lightning.errors import UserError, first_line
+from attnkit.lightning.files import write_csv
+from attnkit.tasks.graphs.data import FullGraph
+from attnkit.tasks.graphs.sampling import sub_graphs
+
+
+class Looked(NamedTuple):
+    """The edges with the most attention of each target, in one layer and head.
+
+    They are sorted by target, the largest weight first.
+
+    layer: the name of the layer.
+    head: the number of the head, or "mean".
+    target, source: int64 [edges], numbers of nodes; −1 − v is virtual node v of the model.
+    weight: [edges].
+    """
+
+    layer: str
+    head: int | str
+    target: Tensor
+    source: Tensor
+    weight: Tensor
+
+
+class NodePredictions(Callback):
+    """Callback that writes `attention.csv` in a prediction: the edges with the most attention.
+
+    A row is an edge: `node`, `layer` and `head` ("mean" over the heads, or a number from 0),
+    `source`, the node that the edge comes from, and `weight`, its share of the node's attention
+    before dropout, the largest first. If the data module has `node_names`, `name` follows `node`
+    and `source_name` follows `source`. A self-loop that a layer adds is an edge from the node
+    itself; nodes that a model adds are "virtual 0", "virtual 1", …. Attention to all nodes is left
+    out. For a sampled sub-graph, the rows are edges into its seeds, and the weights are shares
+    among the neighbours that were drawn.
+
+    Args:
+        folder: created if it does not exist.
+        attention: whether to write it; it costs a further forward of each batch.
+        top_k: edges for each node, layer and head.
+        heads: "mean" over the heads, or "each".
+
+    Raises:
+        ValueError: an argument out of range.
+        UserError: in a prediction, if the model has no attention along edges that can be recorded,
+            or the data has many graphs.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        attention: bool = False,
+        top_k: int = 5,
+        heads: Literal["mean", "each"] = "mean",
+    ) -> None:
+        at_least(1, top_k=top_k)
+        choice(("mean", "each"), heads=heads)
+        self.path = Path(folder).expanduser().absolute() / "attention.csv"
+        self.attention = attention
+        self.top_k = top_k
+        self.heads = heads
+        self._looked: list[Looked] = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        # every process has the whole graph; the first one writes it
+        is_repeated = isinstance(trainer.predict_dataloaders, FullGraph)
+        if not self.attention or (is_repeated and not trainer.is_global_zero):
+            return
+        if "number" in batch:
+            raise UserError(
+                "predict.attention: expected one graph, whose nodes have numbers, got many graphs"
+            )
+        with trainer.precision_plugin.forward_context(), unrecorded():
+            for part in sub_graphs(batch):
+                found = looked_at(pl_module, part, self.top_k, each_head=self.heads == "each")
+                if not found:
+                    raise UserError("predict.attention: the model has no attention along edges")
+                self._looked += found
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # also called in a process whose part of the data is empty
+        if stage != "predict" or not self.attention:
+            return
+        looked = gathered(trainer, self._looked)
+        if trainer.is_global_zero and looked:
+            names = getattr(getattr(trainer, "datamodule", None), "node_names", None)
+            extra = ("name", "source_name") if names else ()
+            header = ["node", *extra[:1], "layer", "head", "source", *extra[1:], "weight"]
+            write_csv(self.path, header, _rows(looked, names))
+        self._looked = []
+
+
+def gathered(trainer: Trainer, found: list[Any]) -> list[Any]:
+    """Return the items of all processes as one list, in the order of the processes."""
+    if trainer.world_size == 1:
+        return found
+    parts: list[Any] = [None] * trainer.world_size
+    distributed.all_gather_object(parts, found)
+    return [one for part in parts for one in part]
+
+
+def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) -> list[Looked]:
+    """Return the `top_k` edges with the most attention of each node, or each seed of a sub-graph.
+
+    Raises:
+        UserError: the attention of the model cannot be recorded.
+    """
+    found: list[Looked] = []
+    times: dict[str, int] = {}
+    seeds = batch.batch_size if "batch_size" in batch else batch.num_nodes
+    nodes = batch.n_id.cpu() if "n_id" in batch else torch.arange(batch.num_nodes)
+
+    def hear(call: Call) -> None:
+        if not isinstance(call, EdgeCall):
+            return
+        times[call.layer] = times.get(call.layer, 0) + 1
+        layer = call.layer + (f" #{times[call.layer]}" if times[call.layer] > 1 else "")
+        used = ~call.is_replaced & (call.edge_index[1] < seeds)
+        source, target = call.edge_index[:, used].cpu()
+        # nodes that the model has added have numbers below 0
+        numbers = torch.cat([nodes, -1 - torch.arange(call.num_nodes[0] - len(nodes))])
+        weights = call.weights[used].float().cpu()
+        columns: dict[int | str, Tensor] = {"mean": weights.mean(dim=1)}
+        if each_head:
+            columns = {head: weights[:, head] for head in range(call.num_heads)}
+        for head, weight in columns.items():
+            best = largest_of_each(target, weight, top_k)
+            found.append(
+                Looked(layer, head, numbers[target[best]], numbers[source[best]], weight[best])
+            )
+
+    model = cast(nn.Module, module.model)
+    try:
+        with undisturbed(module), told_of_attention(model, hear):
+            cast(Any, module).logits(batch)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"predict.attention: {first_line(error)}") from error
+    return found
+
+
+def largest_of_each(target: Tensor, weight: Tensor, top_k: int) -> Tensor:
+    """Return the positions of the `top_k` edges with the largest weights into each target.
+
+    They are sorted by target, then by weight, the largest first; equal weights keep their order.
+    """
+    order = weight.argsort(descending=True, stable=True)
+    order = order[target[order].argsort(stable=True)]
+    sorted_target = target[order]
+    first = torch.searchsorted(sorted_target, sorted_target)
+    return order[torch.arange(len(order), device=order.device) - first < top_k]
+
+
+def _rows(looked: list[Looked], names: list[str] | None) -> Iterator[list[Any]]:
+    """Yield rows of the table: by node, then in the order of layers, heads and weights."""
+    kinds = list(dict.fromkeys((one.layer, one.head) for one in looked))
+    kind_of = {kind: place for place, kind in enumerate(kinds)}
+    target, source, weight = (
+        torch.cat([getattr(one, name) for one in looked]) for name in ("target", "source", "weight")
+    )
+    kind = torch.cat([torch.full_like(o.target, kind_of[o.layer, o.head]) for o in looked])
+    order = kind.argsort(stable=True)
+    order = order[target[order].argsort(stable=True)]
+    for place in order.tolist():
+        node, other = int(target[place]), int(source[place])
+        layer, head = kinds[int(kind[place])]
+        yield [
+            node, *([names[node]] if names else []), layer or "(model)", head,
+            f"virtual {-1 - other}" if other < 0 else other,
+            *([names[other] if other >= 0 else ""] if names else []),
+            f"{float(weight[place]):.6f}",
+        ]  # fmt: skip

@@ -1,1 +1,0 @@
-"""Prediction of nodes, in one graph or in many."""

@@ -1,1 +1,0 @@
-"""Reports on tests of graphs: where a model errs, and where it looks."""

@@ -1,1 +1,0 @@
-"""Prediction of whole graphs, or of nodes, in data of many graphs."""
