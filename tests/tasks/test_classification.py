@@ -9,7 +9,7 @@ import pytest
 import sklearn.metrics
 import sklearn.utils.class_weight
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from PIL import Image
 from torch import nn
@@ -221,19 +221,6 @@ def test_top5_needs_more_than_five_classes(tmp_path, num_classes, has_top5):
     assert ("test/top5_accuracy" in results) == has_top5
 
 
-def test_label_smoothing_is_in_the_training_loss_only(tmp_path):
-    images, labels = samples().tensors
-    task = module(label_smoothing=0.3)
-    logged = {}
-    task.log = lambda name, value, **_: logged.update({name: value.compute()})
-    loss = task.training_step((images, labels), 0)
-    logits = task(images)
-    smooth = torch.full((53, 7), 0.3 / 7) + 0.7 * functional.one_hot(labels, 7)
-    torch.testing.assert_close(loss, -(smooth * logits.log_softmax(1)).sum(1).mean())
-    task.validation_step((images, labels), 0)
-    torch.testing.assert_close(logged["val/loss"], functional.cross_entropy(logits, labels))
-
-
 def seen_by_model(task, images, labels):
     """What the model was given, and the targets that its logits were held against."""
     seen = {}
@@ -387,19 +374,6 @@ def test_a_class_without_images_has_no_recall():
 def test_wrong_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         ImageClassification(linear(7), **{"num_classes": 7, **NORMALIZED, **options})
-
-
-def test_works_with_any_datamodule(tmp_path):
-    data, task = samples(), module()
-
-    class Theirs(LightningDataModule):
-        def test_dataloader(self):
-            return DataLoader(data, 8)
-
-    images, labels = data.tensors
-    right = (task(images).argmax(1) == labels).float().mean().item()
-    (found,) = quiet(tmp_path).test(task, datamodule=Theirs(), verbose=False)
-    assert found["test/accuracy"] == pytest.approx(right)
 
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"mixup": 1.0}, {}])

@@ -106,15 +106,6 @@ def test_small_classes_keep_their_training_images():
     assert labels[val].tolist() == labels[test].tolist() == [0]
 
 
-def test_given_splits_are_left_alone():
-    splits = {"train": some_images(), "test": some_images(6)}
-    data = OwnData(splits)
-    data.setup()
-    assert len(data.sets["test"]) == 6
-    assert len(data.sets["val"]) == 4
-    assert len(data.sets["train"]) == 36
-
-
 def test_memory_images_are_views_of_one_tensor():
     images = some_images()
     part = images.select(torch.tensor([7, 3, 11])).select(torch.tensor([2, 0]))

@@ -66,14 +66,6 @@ def test_class_folders_alone_are_split(tmp_path):
     assert len(seen) == 40  # disjoint
 
 
-@pytest.mark.parametrize("names", [("train", "val", "test"), ("training", "valid", "testing")])
-def test_given_splits_are_used(tmp_path, names):
-    for number, name in enumerate(names):
-        make_images(tmp_path / name, {"a": 3 + number, "b": 5}, first=100 * number)
-    data = ready(tmp_path)
-    assert [len(images) for images in data.sets.values()] == [8, 9, 10]
-
-
 def test_a_missing_split_is_taken_from_train(tmp_path):
     make_images(tmp_path / "train", {"a": 20, "b": 20})
     make_images(tmp_path / "test", {"a": 3, "b": 3}, first=100)
@@ -396,24 +388,3 @@ def test_a_file_that_changes_while_in_use_is_named(tmp_path):
     os.truncate(path, 0)
     with pytest.raises(RunError, match=f"{path.name} changed while in use: zero bytes"):
         pixels_of(data, "train")
-
-
-@pytest.mark.data
-def test_cifar_folder(data_folder, tmp_path):
-    import tarfile
-
-    with tarfile.open(data_folder / "cifar10.tar.xz") as archive:
-        wanted = []
-        for member in archive:
-            wanted.append(member)
-            if len(wanted) >= 3000:
-                break
-        archive.extractall(tmp_path, wanted, filter="data")
-    split = next(path for path in tmp_path.rglob("*") if path.name in ("train", "test"))
-    classes = [path for path in split.iterdir() if any(path.iterdir())]
-    if len(classes) < 2:
-        make_images(split, {"noise": 30}, side=32, suffix=".jpg")
-    data = ready(split)
-    assert data.describe()["image_size"] == 32
-    assert data.describe()["patch_size"] == 4
-    assert 0.3 < data.describe()["mean"][0] < 0.7

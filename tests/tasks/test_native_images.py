@@ -12,8 +12,9 @@ from attnkit import ViT
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.protocols import Explained
 from attnkit.tasks.image_classification import ImageClassification, ImageFolderData
-from attnkit.tasks.images.decode import UndecodableImageError
-from attnkit.tasks.images.native import NativePaths, OwnSize, crop_patches
+from attnkit.tasks.images.data import ImagePaths
+from attnkit.tasks.images.decode import OwnSize, UndecodableImageError
+from attnkit.tasks.images.native import crop_patches
 from attnkit.tasks.loaders import TokenSampler
 
 
@@ -116,7 +117,7 @@ def test_broken_and_tiny_files_are_named_and_left_out(folder, capsys):
     ready(folder, skip_corrupt=True, max_image_tokens=20)
     assert "more than 20 patches and are shrunk to that" in capsys.readouterr().err
     paths = sorted(map(str, (folder / "dots").iterdir()))
-    images, left = NativePaths(paths, OwnSize(5, 50), 1).__getitems__(range(len(paths)))
+    images, left = ImagePaths(paths, OwnSize(5, 50), 1).__getitems__(range(len(paths)))
     assert len(images) == len(left) == 23
 
 
