@@ -210,7 +210,7 @@ def test_expander_edges_reach_far():
         torch.manual_seed(0)
         model = GraphTransformer(
             IN, HIDDEN, CLASSES, num_layers=3, heads=3, global_attention=None,
-            expander_degree=degree, num_virtual_nodes=num_virtual,
+            expander_degree=degree, num_virtual_nodes=num_virtual, backend="edges",
         ).eval()  # fmt: skip
         (gradient,) = torch.autograd.grad(model(x, chain)[39].sum(), x)
         assert len(gradient.abs().sum(1).nonzero()) == pytest.approx(seen, abs=4 * (degree or 0))
