@@ -7,8 +7,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
 from PIL import Image
+from task_support import quiet
 
 from attnkit.lightning import UserError
 from attnkit.tasks.captioning import (
@@ -25,9 +26,7 @@ from attnkit.tasks.image_classification import FileImages, MemoryImages
 COUNT = 12
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -479,17 +478,6 @@ class Captioner(LightningModule):
 
     def predict_step(self, batch, batch_idx):
         return batch
-
-
-def quiet(tmp_path):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
 
 
 def test_a_trained_module_keeps_its_words_and_size(root, tmp_path):

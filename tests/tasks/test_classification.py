@@ -9,9 +9,9 @@ import pytest
 import sklearn.metrics
 import sklearn.utils.class_weight
 import torch
-from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from PIL import Image
+from task_support import quiet
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,19 +35,6 @@ def linear(num_classes, side=3, channels=3):
 def module(num_classes=7, **options):
     return ImageClassification(
         linear(num_classes), num_classes=num_classes, **{**NORMALIZED, **options}
-    )
-
-
-def quiet(folder, **options):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=options.pop("enable_checkpointing", False),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        **options,
     )
 
 
@@ -113,19 +100,6 @@ def test_balanced_accuracy_is_of_the_classes_that_there_are():
     metric.update(logits[:2], labels[:2])
     metric.update(logits[2:], labels[2:])
     assert metric.compute() == pytest.approx((3 / 4 + 1) / 2)
-
-
-def test_a_monitor_that_nothing_logs_is_refused_at_once(tmp_path):
-    loader = DataLoader(samples(), batch_size=11)
-    for monitor in ("val/f2", "val_loss"):
-        stopping = [EarlyStopping(monitor), EarlyStopping("val/f1", mode="max")]
-        with pytest.raises(UserError, match=f"EarlyStopping: nothing logs .*{monitor}.*val/f1,"):
-            quiet(tmp_path, max_epochs=1, callbacks=stopping).fit(module(), loader, loader)
-    trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping("val/f1", mode="max")])
-    trainer.fit(module(), loader, loader)
-    plateau = {"_target_": "attnkit.lightning.Plateau", "monitor": "val/nothing", "mode": "max"}
-    with pytest.raises(UserError, match="scheduler: nothing logs its monitor"):
-        quiet(tmp_path, max_epochs=1).fit(module(scheduler=plateau), loader, loader)
 
 
 class OwnOptimizer(ImageClassification):
