@@ -16,7 +16,6 @@ from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.methods.tokens import watch
 from attnkit.interpret.picture import OVERLAY, Panel, Row, Scale, as_picture, draw
 from attnkit.layers.gates import capture_gates
-from attnkit.layers.spatial import SpatialAttention
 from attnkit.lightning.protocols import Explained
 
 ATTENTION = "attention / uniform attention"
@@ -160,18 +159,14 @@ def _of_gate(name: str, values: Tensor, model: nn.Module, images: Tensor) -> Lay
 
 def _of_attention(name: str, weights: Tensor, model: nn.Module, images: Tensor) -> LayerMap:
     """Return the map of a single layer, the mean of its weights over heads and queries."""
-    layer, around = (model.get_submodule(path) for path in (name, name.rpartition(".")[0]))
     batch, num_keys = len(images), weights.shape[-1]
-    if getattr(layer, "is_over_channels", False):
+    if getattr(model.get_submodule(name), "is_over_channels", False):
         return LayerMap(name, weights.mean(dim=1) * num_keys, is_over_image=False)
     received = weights.mean(dim=(1, 2))
-    if isinstance(around, SpatialAttention) and around.pattern == "axial":
-        lines = received.unflatten(0, (batch, -1)) * num_keys  # each row or column is an item
-        return LayerMap(name, lines.mT if layer is around.column_attention else lines)
     if len(weights) > batch:
         raise ValueError(
             f"layer: {name!r} attends within {len(weights) // batch} parts of the image, windows "
-            "or the like, which are not drawn; take another layer"
+            "or rows, which are not drawn; take another layer"
         )
     return _on_grid(name, received, num_keys, find_grid(model, images, num_keys))
 
