@@ -124,8 +124,13 @@ def layer_maps(
             if name not in captured:
                 raise ValueError(f"layer: {name!r} did not run")
             values = captured[name][-1].float()
-            of_one = _of_gate if are_gates else _of_attention
-            found[name] = of_one(name, values, model, images)
+            if not are_gates:
+                found[name] = _of_attention(name, values, model, images)
+            elif values[0, 0].numel() == 1:
+                values = values.flatten(1)
+                found[name] = LayerMap(name, values, "gate", is_over_image=False)
+            else:
+                found[name] = LayerMap(name, values.mean(dim=1), "gate, mean of channels")
     return [found[name] for name in names]
 
 
@@ -146,15 +151,9 @@ def _as_explained(model: nn.Module, images: Tensor) -> dict[str, LayerMap]:
 
 def _on_grid(layer: str, received: Tensor, num_keys: int, grid: Grid) -> LayerMap:
     """Return the attention that each token receives, [batch, tokens], as a map over the patches."""
-    values = grid.patches(received * num_keys).unflatten(1, (grid.rows, grid.columns))
+    values = grid.image(received * num_keys)
     share = grid.others(received).sum(dim=1) if grid.num_others else None
     return LayerMap(layer, values, share=share)
-
-
-def _of_gate(name: str, values: Tensor, model: nn.Module, images: Tensor) -> LayerMap:
-    if values[0, 0].numel() == 1:
-        return LayerMap(name, values.flatten(1), "gate", is_over_image=False)
-    return LayerMap(name, values.mean(dim=1), "gate, mean of channels")
 
 
 def _of_attention(name: str, weights: Tensor, model: nn.Module, images: Tensor) -> LayerMap:
