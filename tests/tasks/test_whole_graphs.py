@@ -393,7 +393,8 @@ ONES = {name: torch.tensor([place]) for place, name in enumerate(("train", "val"
 A_NAN = torch.where(torch.arange(55) == 16, torch.nan, 0.0).view(11, 5)
 BAD = [
     (changed(2, x=torch.empty(0, 5)), {}, "graph 2: it has no nodes"),
-    (changed(3, x=torch.zeros(2, 4)), {}, "graph 3: expected 5 features of a node, as before, got 4"),
+    (changed(3, x=torch.zeros(2, 4)), {},
+     "graph 3: expected 5 features of a node, as before, got 4"),
     (changed(1, edge_index=torch.tensor([[0, 0], [0, 1]])), {},
      "graph 1: edge 1 joins 0 and 1, expected nodes 0 to 0"),
     (changed(4, edge_index=torch.arange(4)), {},
@@ -404,7 +405,8 @@ BAD = [
     (changed(6, y=torch.zeros(1, 2)), {}, "graph 6: expected y to be one class, an integer, got "
      r"torch.float32 \[1, 2\]; data.target"),
     (changed(2, y=1), {}, "graph 2: expected y as a tensor, got int"),
-    (changed(3, y=torch.tensor([10**9])), {}, "graph 3: expected a class of 0 to [0-9]+, got 100000"),
+    (changed(3, y=torch.tensor([10**9])), {},
+     "graph 3: expected a class of 0 to [0-9]+, got 100000"),
     ([], {}, "no graphs"),
     ([some_graphs()[0], 7], {}, "graph 1: expected a Data, got int"),
     ([Data(x=torch.ones(2, 3), edge_index=torch.zeros(2, 0).long())], {}, "no graph has a class"),
@@ -421,7 +423,8 @@ BAD = [
      "graph 7: expected numbers of finite numbers or NaN, got inf"),
     (changed(7, target="numbers", y=torch.tensor([[1.0]])), {"target": "numbers"},
      "graph 7: expected 2 numbers, as before, got 1"),
-    (changed(2, y=torch.tensor([-1])), {"splits": ONES}, "graph 2: it is in test, but has no class"),
+    (changed(2, y=torch.tensor([-1])), {"splits": ONES},
+     "graph 2: it is in test, but has no class"),
     (changed(0, target="numbers", y=torch.tensor([[1.0, torch.nan]])),
      {"splits": ONES, "target": "numbers"}, "no graph of train has a value of number 1"),
     (some_graphs(), {"splits": ONES | {"test": torch.tensor([999])}},
