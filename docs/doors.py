@@ -1,9 +1,9 @@
-"""The pictures of three of the README's doors: masks, edges and the doctor.
+"""The pictures of masks, edges and the doctor in the README, and of gates in the benchmarks.
 
     python docs/doors.py docs
 
-This writes mask_cost.png and edge_cost.png, from the tables of docs/benchmarks.md, and
-doctor.png, from a doctor that runs here: about a minute.
+This writes mask_cost.png, edge_cost.png and attention_cost.png, from the tables of
+docs/benchmarks.md, and doctor.png, from a doctor that runs here: about a minute.
 """
 
 import re
@@ -69,7 +69,7 @@ def draw_edges(path):
     layers = ["TransformerConv", "GATv2Conv", "GATConv"]
     kinds = {
         "times as fast": (OURS, rows["as called", "Xeon"]),
-        "times less peak memory": (THEIRS, rows["PyG's peak memory / attnkit's", "EPYC"]),
+        "times less peak memory": (THEIRS, rows["PyG's peak memory / attnkit's", "Xeon"]),
     }
     figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
     for shift, (name, (colour, cells)) in zip((-0.2, 0.2), kinds.items(), strict=True):
@@ -82,6 +82,23 @@ def draw_edges(path):
     axis.set_xlabel("PyG / attnkit, forward + backward, a million edges, two threads of a CPU")
     axis.margins(x=0.1)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    figure.savefig(path)
+
+
+def draw_attention(path):
+    """Accuracy with its spread over seeds against the time of a step, for each attention."""
+    table = rows_under("Attention in a convolutional network", "| attention | test accuracy")
+    figure, axis = plt.subplots(figsize=(9, 3.5), layout="constrained")
+    for name, accuracy, step in table:
+        mean, spread = numbers(accuracy)
+        colour = THEIRS if name == "none" else OURS
+        axis.errorbar(float(step), mean, spread, fmt="o", color=colour, capsize=3)
+        top = float(step), mean + spread
+        axis.annotate(name, top, xytext=(0, 5), textcoords="offset points", ha="center")
+    axis.set_xlabel("time of a training step / that without attention")
+    axis.set_ylabel("test accuracy, %")
+    axis.margins(x=0.08, y=0.1)
+    axis.grid(axis="y")
     figure.savefig(path)
 
 
@@ -117,6 +134,7 @@ def main(folder):
     matplotlib.style.use(Path(__file__).with_name("pictures.mplstyle"))
     draw_masks(Path(folder, "mask_cost.png"))
     draw_edges(Path(folder, "edge_cost.png"))
+    draw_attention(Path(folder, "attention_cost.png"))
     draw_doctor(Path(folder, "doctor.png"))
 
 

@@ -22,10 +22,10 @@ def test_own_score(example, capsys):
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]))
 
 
-def test_the_pictures_of_masks_and_edges_are_drawn_from_the_tables(repository, tmp_path):
+def test_the_pictures_of_costs_are_drawn_from_the_tables(repository, tmp_path):
     """docs/doors.py reads docs/benchmarks.md, whose headings and rows may change."""
     doors = runpy.run_path(str(repository / "docs" / "doors.py"))
-    for kind in ("masks", "edges"):
+    for kind in ("masks", "edges", "attention"):
         picture = tmp_path / f"{kind}.png"
         doors[f"draw_{kind}"](picture)
         with Image.open(picture) as drawn:

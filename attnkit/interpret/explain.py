@@ -22,7 +22,7 @@ from attnkit.interpret.methods.question import (
 from attnkit.interpret.methods.table import METHODS, USUAL, check_method, no_method
 from attnkit.interpret.methods.words import Sentences
 from attnkit.interpret.quantity import Of
-from attnkit.interpret.units import Edges, Patches, Unit, Words
+from attnkit.interpret.units import Edges, Patches, Words
 
 Map = (
     Annotated[Tensor, "batch map_height map_width"]
@@ -219,7 +219,7 @@ def _asked(
     num_prefix_tokens: int | None,
     index: int | Sequence[int] | None,
     num_hops: int | None,
-) -> tuple[Target, Callable[[Any, Tensor], Unit]]:
+) -> tuple[Target, Callable[[Any, Tensor], Patches | Edges]]:
     """Return the question and the class of its units, chosen by the model and its inputs."""
     of_images = {"grid": grid, "num_prefix_tokens": num_prefix_tokens}
     of_graphs = {"index": index, "num_hops": num_hops}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnkit.interpret.picture import save
 from attnkit.interpret.quantity import Quantity
-from attnkit.interpret.units import Unit
+from attnkit.interpret.units import Edges, Patches
 
 MOST_SHOWN = 5
 
@@ -37,7 +37,7 @@ class Explanation:
     """
 
     method: str
-    unit: Unit
+    unit: Patches | Edges
     target: Annotated[Tensor, "*batch", int]
     predicted: Annotated[Tensor, "*batch", int]
     logit: Annotated[Tensor, "*batch"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -26,9 +27,8 @@ _DARKEST = 0.68  # brightness of black under a map, so that colours on dark imag
 _LEAST_PIXELS = 240  # enlarged to this, places have equal sides even if they do not divide pixels
 
 _SIDE = 2.0  # width of an image in inches
-_GAP, _BAR, _HEADING = 0.1, 0.9, 0.3  # inches between images, for a scale, and above all
-_LINE = 0.16  # height of a title's line in inches
-_LONGEST = 32  # characters of a title's line
+_BAR, _LINE = 0.9, 0.16  # width of a scale, height of a title's line, in inches
+_LONGEST = 28  # characters of a title's line
 _ACROSS = 6  # panels in a line
 
 
@@ -124,7 +124,7 @@ class Row(NamedTuple):
     label: str = ""
 
 
-def draw(rows: Sequence[Row], across: int = _ACROSS, heading: str = "") -> Figure:
+def draw(rows: Sequence[Row], across: int = _ACROSS) -> Figure:
     """Draw the rows, each in as many lines of panels as it needs.
 
     Each place of a map has one colour of the row's scale, drawn on the light image. The scale is
@@ -133,50 +133,33 @@ def draw(rows: Sequence[Row], across: int = _ACROSS, heading: str = "") -> Figur
     Args:
         rows: rows of one or more panels.
         across: maximum number of panels in a line.
-        heading: text at the top.
     """
     columns = min(across, max(len(row.panels) for row in rows))
+    lines = [
+        (row, row.panels[at : at + columns])
+        for row in rows
+        for at in range(0, len(row.panels), columns)
+    ]
     shape = next((p.picture.shape for row in rows for p in row.panels if p.picture is not None), ())
     height = _SIDE * shape[0] / shape[1] if shape else _SIDE
-    cuts = [range(0, len(row.panels), columns) for row in rows]
-    lines = [[row.panels[at : at + columns] for at in cut]
-             for row, cut in zip(rows, cuts, strict=True)]  # fmt: skip
-    tall = sum(_above(line) + height + _below(line) for some in lines for line in some)
-    wide = columns * (_SIDE + _GAP) + (_BAR if any(row.scale for row in rows) else 0)
-    figure = Figure(figsize=(wide, tall + (_HEADING if heading else _GAP)))
+    above = 0.1 + _LINE * max(1 + panel.title.count("\n") for row in rows for panel in row.panels)
+    size = columns * _SIDE + _BAR, len(lines) * (height + above)
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)  # no global state, no display
-
-    def axes(x: float, y: float, width: float, height: float) -> Any:
-        """Add axes at a position in inches from the left and the top.
-
-        A layout engine would take most of the time of a drawing.
-        """
-        bottom = figure.get_figheight() - y - height
-        return figure.add_axes(
-            (x / wide, bottom / figure.get_figheight(), width / wide,
-             height / figure.get_figheight())
-        )  # fmt: skip
-
-    y = _GAP
-    if heading:
-        at = 1 - _GAP / figure.get_figheight()
-        figure.text(0.5, at, in_picture(heading), fontsize=12, ha="center", va="top")
-        y = _HEADING
-    for row, some in zip(rows, lines, strict=True):
-        first = y + _above(some[0])
-        for line in some:
-            y += _above(line)
-            # a single title may use the width of the whole line
-            alone = sum(bool(panel.title) for panel in line) == 1
-            longest = columns * _LONGEST + _LONGEST // 3 if alone else _LONGEST
-            for number, panel in enumerate(line):
-                margin = 0.45 if _is_curve(panel) else 0.0  # room for the axis labels
-                at = number * (_SIDE + _GAP) + _GAP / 2 + margin
-                _draw(axes(at, y, _SIDE - margin, height), panel, row, longest)
-            y += height + _below(line)
+    axes = figure.subplots(len(lines), columns, squeeze=False)
+    for (row, panels), places in zip(lines, axes, strict=True):
+        # a single title may use the width of the whole line
+        alone = sum(bool(panel.title) for panel in panels) == 1
+        longest = columns * _LONGEST if alone else _LONGEST
+        for place, panel in zip_longest(places, panels):
+            if panel is None:
+                place.axis("off")
+            else:
+                _draw(place, panel, row, longest)
+    for row in rows:
         if row.scale is not None and not _is_curve(row.panels[-1]):
-            place = axes(columns * (_SIDE + _GAP) + 0.05, first, 0.14, y - _below(some[-1]) - first)
-            bar = figure.colorbar(row.scale.mappable, cax=place)
+            beside = axes[[number for number, (other, _) in enumerate(lines) if other is row]]
+            bar = figure.colorbar(row.scale.mappable, ax=beside, aspect=12)
             bar.set_label(row.label, fontsize=7)  # labels are not longer than a row is high
             bar.ax.tick_params(labelsize=7)
     return figure
@@ -217,6 +200,7 @@ def _draw(axes: Any, panel: Panel, row: Row, longest: int) -> None:
         axes.text(0.5, -0.04, in_picture(panel.below), **at)
     if not _is_curve(panel):
         axes.axis("off")
+        axes.set_anchor("N")
     if panel.values is None:
         axes.imshow(panel.picture, interpolation="nearest")
         return
@@ -237,13 +221,3 @@ def _draw(axes: Any, panel: Panel, row: Row, longest: int) -> None:
 
 def _is_curve(panel: Panel) -> bool:
     return panel.values is not None and panel.values.ndim == 1
-
-
-def _above(line: Sequence[Panel]) -> float:
-    """Return the height in inches of a line's titles."""
-    return 0.07 + _LINE * max(1 + panel.title.count("\n") for panel in line)
-
-
-def _below(line: Sequence[Panel]) -> float:
-    """Return the height in inches of the texts below a line, or of a curve's axis labels."""
-    return 0.05 + max(0.45 if _is_curve(panel) else _LINE * bool(panel.below) for panel in line)

@@ -22,7 +22,7 @@ from attnkit.interpret.graph_picture import (
 )
 from attnkit.interpret.methods.graph_question import GraphQuestion, steps_to
 from attnkit.interpret.methods.grid import find_grid
-from attnkit.interpret.methods.question import Question, Target, looking
+from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.methods.words import Sentences, WordLogits
 from attnkit.interpret.picture import Panel, Row, as_picture, draw, overlay_scale
 from attnkit.interpret.trust.edges import EdgeFidelity, fidelity_of
@@ -35,52 +35,18 @@ if TYPE_CHECKING:
     from attnkit.interpret.trust.result import Trust
 
 
-class Unit:
-    """The parts of an input that have a number each: their name, their removal and their display.
-
-    There is one file for each subclass.
-
-    Attributes:
-        name: "patch", "word" or "edge".
-        target: the question.
-        values: a number for each unit, [batch, rows, columns] or [edges].
-        share: share of the sum of absolute values of tokens or edges that are no units; None: all
-            are units.
-    """
-
-    name = ""
-
-    def __init__(self, target: Target, values: Tensor) -> None:
-        self.target = target
-        self.values = values
-        self.share: Annotated[Tensor, "*batch"] | None = None
-
-    def lines(self, seen: Explanation) -> list[str]:
-        """Return an explanation in words, as lines."""
-        raise NotImplementedError
-
-    def arrays(self) -> dict[str, Tensor]:
-        """Return the tensors to save, by name."""
-        raise NotImplementedError
-
-    def draw(self, seen: Explanation, *args: Any, **options: Any) -> Figure:
-        """Draw the values."""
-        raise NotImplementedError
-
-    def trust(self, seen: Explanation, **options: Any) -> Any:
-        """Measure how far to trust the values: what the answer loses without top-ranked units."""
-        raise NotImplementedError
-
-
 MOST_LINES = 4
 """Number of images that have a line each; the others are counted."""
 
 
-class Patches(Unit):
-    """The patches of images.
+class Patches:
+    """The patches of images, as the unit of an explanation.
 
     Attributes:
+        name: "patch", or "word" for the subclass.
+        target: the question.
         values: [batch, rows, columns].
+        share: share of the sum of absolute values of tokens that are no patches; None: all are.
         tokens: [batch, tokens], with the class and register tokens; None if the method gives only
             the image.
         num_prefix_tokens, num_suffix_tokens: number of tokens before and after the patches.
@@ -90,10 +56,11 @@ class Patches(Unit):
     target: Question
 
     def __init__(self, target: Question, found: Tensor) -> None:
+        self.target, self.values = target, found
+        self.share: Annotated[Tensor, "batch"] | None = None
         self.tokens: Tensor | None = None
         self.num_prefix_tokens = self.num_suffix_tokens = 0
         if found.ndim == 3:
-            super().__init__(target, found)
             return
         if target.chain is not None:
             grid = target.chain.grid
@@ -101,7 +68,7 @@ class Patches(Unit):
             number = found.shape[1]
             given = target.grid, target.num_prefix_tokens
             grid = find_grid(target.model, target.images, number, *given)
-        super().__init__(target, grid.patches(found).unflatten(1, (grid.rows, grid.columns)))
+        self.values = grid.image(found)
         self.tokens = found
         self.num_prefix_tokens = grid.num_prefix_tokens
         self.num_suffix_tokens = grid.num_suffix_tokens
@@ -278,10 +245,12 @@ class EdgeTable(list[EdgeRow]):
         return text_table(rows, num_left=4)
 
 
-class Edges(Unit):
-    """The edges of a graph, in the caller's order.
+class Edges:
+    """The edges of a graph, in the caller's order, as the unit of an explanation.
 
     Attributes:
+        name: "edge".
+        target: the question.
         values: [edges]; 0 if an edge cannot reach the node.
         share: share of the self-loops that layers added.
     """
@@ -290,7 +259,7 @@ class Edges(Unit):
     target: GraphQuestion
 
     def __init__(self, target: GraphQuestion, found: Tensor) -> None:
-        super().__init__(target, found[:-1])
+        self.target, self.values = target, found[:-1]
         loops, total = found[-1].abs(), found.abs().sum()
         self.share = torch.where(total > 0, loops / total, torch.zeros_like(total))
 
@@ -321,7 +290,6 @@ class Edges(Unit):
 
     def part(self, score: float) -> float:
         """Return a number's share of the sum of absolute values, added self-loops included."""
-        assert self.share is not None
         share, total = float(self.share), float(self.values.abs().sum())
         return abs(score) * (1 - share) / total if total else 0.0
 

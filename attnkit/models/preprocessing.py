@@ -70,7 +70,10 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
             comes before thousands of images are read.
     """
     if node.get("_target_") == "attnkit.interop.VisionTower" and node.get("weights"):
-        return _of_transformers(node["weights"])
+        try:
+            return tower_facts(node["weights"])
+        except ValueError as error:
+            raise ValueError(f"weights: {error}") from error
     if node.get("_target_") not in _TARGETS:
         return {}
     named = node.get("name", node.get("model_name"))
@@ -95,13 +98,6 @@ def expected_images(node: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{key}: {error}") from error
 
 
-def _of_transformers(weights: str) -> dict[str, Any]:
-    try:
-        return tower_facts(weights)
-    except ValueError as error:
-        raise ValueError(f"weights: {error}") from error
-
-
 def _facts(name: str | None, config: Any) -> dict[str, Any]:
     if not config:
         return {}
@@ -111,7 +107,7 @@ def _facts(name: str | None, config: Any) -> dict[str, Any]:
     return {
         "name": name,
         "patch_size": int(patch[1]) if patch else None,
-        "image_size": height if height == width else [height, width],
+        "image_size": _side([height, width]),
         "in_channels": channels,
         "mean": list(found["mean"]),
         "std": list(found["std"]),
@@ -123,10 +119,7 @@ def _facts(name: str | None, config: Any) -> dict[str, Any]:
 def _patch_size(state: Mapping[str, Tensor]) -> int | list[int] | None:
     """Return the side of a Vision Transformer's patches, or [height, width], by its first layer."""
     patches = state.get("patch_embed.proj.weight", state.get("patch_embed.weight"))
-    if patches is None or patches.ndim != 4:
-        return None
-    height, width = patches.shape[2:]
-    return height if height == width else [height, width]
+    return None if patches is None or patches.ndim != 4 else _side([*patches.shape[2:]])
 
 
 def _of_vit(given: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -139,10 +132,10 @@ def _of_vit(given: str, state: Mapping[str, Tensor]) -> dict[str, Any]:
         "%s has no mean and std: those of the data are used; set others by module.mean=…", given
     )
     side = math.isqrt(positions.shape[1])  # the grid's side, which few prefix tokens do not change
-    height, width = patches.shape[2:]
+    sides = [side * size for size in patches.shape[2:]]
     return {
-        "patch_size": height if height == width else [height, width],
-        "image_size": side * height if height == width else [side * height, side * width],
+        "patch_size": _patch_size(state),
+        "image_size": _side(sides),
         "in_channels": patches.shape[1],
     }
 

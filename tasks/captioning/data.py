@@ -285,14 +285,6 @@ class CaptionDataModule(SplitImages):
             )
         return tokenizer
 
-    def split_rows(self, train: CaptionSet, fractions: Sequence[float]) -> list[Tensor]:
-        """Split the images at random, from the seed, into the rest and these fractions."""
-        counts = [round(fraction * len(train)) for fraction in fractions]
-        generator = torch.Generator().manual_seed(self.seed)
-        order = torch.randperm(len(train), generator=generator)
-        parts = order.split([len(train) - sum(counts), *counts])
-        return [rows.sort().values for rows in parts]
-
 
 class ScenesData(CaptionDataModule):
     """Two things in a relation, such as "a small red seven left of a large striped blue square".

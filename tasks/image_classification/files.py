@@ -48,7 +48,7 @@ class ImageFolderData(KeepsSizes, ImageDataModule):
     as many pixels as `image_size`.
 
     Each file is decoded once, before training; the pixels stay in memory if all splits, and the
-    whole pictures twice, fit in `memory_gb`. Otherwise each file is decoded once to check it (the
+    whole pictures, fit in `memory_gb`. Otherwise each file is decoded once to check it (the
     result is kept in the user's cache folder until a file changes) and again whenever a batch needs
     it, in `num_workers` processes; the pixels are the same.
 

@@ -18,6 +18,7 @@ from attnkit.lightning.modules.module import unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import ResumableSampler
 from attnkit.tasks.images.decode import (
     Depth,
+    OwnSize,
     UndecodableImageError,
     depth_lines,
     read_file,
@@ -112,10 +113,12 @@ class SplitImages(SplitData):
     def load(self) -> Any:
         """Return the splits that exist."""
 
-    @abstractmethod
     def split_rows(self, train: Any, fractions: Sequence[float]) -> Sequence[Tensor]:
         """Return the indices of the images that stay in train, then those of each split-off
-        part."""
+        part, drawn at random from the seed."""
+        counts = [round(fraction * len(train)) for fraction in fractions]
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.seed))
+        return [part.sort().values for part in order.split([len(train) - sum(counts), *counts])]
 
     def with_missing_splits(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return all splits, taking missing ones from train; equal files stay together.
@@ -300,12 +303,13 @@ def with_train(sets: Mapping[str, Any]) -> dict[str, Any]:
 class ImagePaths(BatchItems):
     """Image files, fetched by the batch.
 
-    A batch is uint8 images [batch, channels, height, width] and the list of their paths. A file
+    A batch is uint8 images [batch, channels, height, width], or a list of images of their own
+    sizes, and the list of their paths. A file
     that cannot be decoded is printed and left out, so that a batch may be shorter or empty. The
     first file of each kind with more than 8 bits is printed.
     """
 
-    def __init__(self, paths: Sequence[str], fit: Fit, in_channels: int) -> None:
+    def __init__(self, paths: Sequence[str], fit: Fit | OwnSize, in_channels: int) -> None:
         self.paths = list(paths)
         self.fit, self.in_channels = fit, in_channels
         self._printed: set[str] = set()
@@ -329,14 +333,14 @@ class ImagePaths(BatchItems):
         read = read_file(path, self.fit)
         if read.depth is not None:
             self._print_depth(path, read.depth)
-        return read.image
+        return to_channels(read.image, self.in_channels)
 
     def together(self, images: list[Tensor]) -> Any:
         """Join the images of a batch."""
-        if not images:
-            shape = (0, self.in_channels, *sides(self.fit.size))
-            return torch.empty(shape, dtype=torch.uint8)
-        return to_channels(torch.stack(images), self.in_channels)
+        if images:
+            return images if isinstance(self.fit, OwnSize) else torch.stack(images)
+        size = (0, 0) if isinstance(self.fit, OwnSize) else sides(self.fit.size)
+        return torch.empty((0, self.in_channels, *size), dtype=torch.uint8)
 
     def _print_depth(self, path: str, depth: Depth) -> None:
         for line in depth_lines("images", {path: depth}, self.fit.value_range):
@@ -413,11 +417,11 @@ class PredictData(LightningDataModule):
         """Return the data set; subclasses override this if their batches have another form."""
         module = module_of(self)
         if getattr(module, "max_image_tokens", None):
-            from attnkit.tasks.images.native import NativePaths, OwnSize, vit_of
+            from attnkit.tasks.images.native import vit_of
 
             patch = vit_of(module).patch_embed.patch_size[0]
-            how = OwnSize.of(self, patch, module.max_image_tokens)
-            return NativePaths(paths, how, self.in_channels)
+            own = OwnSize.of(self, patch, module.max_image_tokens)
+            return ImagePaths(paths, own, self.in_channels)
         return ImagePaths(paths, fit_of(self), self.in_channels)
 
     def predict_dataloader(self) -> EVAL_DATALOADERS:

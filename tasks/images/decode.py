@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,50 @@ class UndecodableImageError(Exception):
     """A file is not an image, or is broken. The message is the reason."""
 
 
+class OwnSize(NamedTuple):
+    """Rules by which a picture becomes an image of its own size.
+
+    Each side becomes the nearest multiple of the patch. A picture of more than `max_tokens` patches
+    is shrunk to at most that many, with its aspect ratio.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        max_tokens: maximum number of patches of an image.
+        interpolation, value_range: as in `Fit`.
+    """
+
+    patch_size: int
+    max_tokens: int
+    interpolation: str = "bicubic"
+    value_range: Sequence[float] | None = None
+
+    @classmethod
+    def of(cls, data: Any, patch_size: int, max_tokens: int) -> "OwnSize":
+        return cls(patch_size, max_tokens, data.interpolation or "bicubic", data.value_range)
+
+    @property
+    def max_pixels(self) -> int:
+        return self.max_tokens * self.patch_size**2
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns of patches of a picture of this height and width in pixels.
+
+        Raises:
+            UndecodableImageError: a side is shorter than a patch.
+        """
+        if min(height, width) < self.patch_size:
+            raise UndecodableImageError(
+                f"{width} × {height} pixels, a side is below the patch of {self.patch_size}"
+            )
+        factor = min(1.0, self.patch_size * math.sqrt(self.max_tokens / (height * width)))
+        rows, columns = (max(1, round(n * factor / self.patch_size)) for n in (height, width))
+        if rows * columns > self.max_tokens:  # because of rounding
+            if rows > columns:
+                return self.max_tokens // columns, columns
+            return rows, self.max_tokens // rows
+        return rows, columns
+
+
 class Read(NamedTuple):
     """The result of reading a file.
 
@@ -45,11 +89,13 @@ class Read(NamedTuple):
         image: uint8 RGB [3, height, width].
         whole: the whole picture, [height, width, 3], if it was requested.
         depth: what 8 bits a channel cannot hold, if anything.
+        shrunk: whether the picture has more patches than an image of its own size may have.
     """
 
     image: Tensor
     whole: Tensor | None
     depth: Depth | None
+    shrunk: bool = False
 
 
 def read_image(
@@ -86,11 +132,20 @@ def read_picture(
     return _opened(path, value_range, least_area=least_area)[0]
 
 
-def read_file(path: str | Path, fit: Fit, least_area: float | None = None) -> Read:
-    """Read the image of `read_image`, and with `least_area` also the picture of `read_picture`.
+def read_file(path: str | Path, fit: Fit | OwnSize, least_area: float | None = None) -> Read:
+    """Read the image of `read_image`, and with `least_area` also the picture of `read_picture`; or
+    an image of its own size.
 
     The file is decoded once if the result is the same.
     """
+    if isinstance(fit, OwnSize):
+        picture, _, depth = _opened(path, fit.value_range, least_area=fit.max_pixels)
+        rows, columns = fit.grid(picture.height, picture.width)
+        shrunk = picture.width * picture.height > 1.01 * fit.max_pixels
+        size = columns * fit.patch_size, rows * fit.patch_size
+        if size != picture.size:
+            picture = picture.resize(size, Image.Resampling[fit.interpolation.upper()])
+        return Read(as_tensor(picture), None, depth, shrunk)
     whole = None
     if least_area is not None:
         picture, is_full, depth = _opened(path, fit.value_range, least_area=least_area)
@@ -182,30 +237,6 @@ def to_channels(images: Tensor, channels: int) -> Tensor:
         return images
     grey = (images.to(torch.int32) * _LUMA.to(images.device)).sum(dim=-3, keepdim=True)
     return ((grey + 500) // 1000).to(torch.uint8)
-
-
-class Pictures:
-    """Pictures of different sizes in one tensor, which worker processes share.
-
-    Args:
-        shapes: height and width, int64 [pictures, 2]; 0 and 0 for an empty picture.
-        pixels: the pixels of all pictures, uint8.
-    """
-
-    def __init__(self, shapes: Tensor, pixels: Tensor) -> None:
-        self.shapes, self.pixels = shapes, pixels
-        self.starts = torch.cat([shapes.new_zeros(1), 3 * shapes.prod(dim=1).cumsum(0)])
-
-    @classmethod
-    def of(cls, pictures: Sequence[Tensor]) -> "Pictures":
-        """Build from pictures uint8 [height, width, 3]; a tensor without elements is an empty
-        one."""
-        shapes = torch.tensor([[*p.shape[:2]] if p.numel() else [0, 0] for p in pictures])
-        return cls(shapes, torch.cat([picture.flatten() for picture in pictures]))
-
-    def __getitem__(self, number: int) -> Tensor:
-        start, stop = self.starts[number : number + 2].tolist()
-        return self.pixels[start:stop].view(*self.shapes[number].tolist(), 3)
 
 
 def keys_of(contents: Iterable[bytes]) -> Tensor:

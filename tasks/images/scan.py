@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,12 +22,11 @@ from rich.progress import track
 from torch import Tensor
 
 from attnkit.core.operators.files import cache_folder
-from attnkit.lightning.console import say
 from attnkit.lightning.files import SHARED_FOLDER, replacing
 from attnkit.tasks.images.decode import (
     FULL_RANGES,
     Depth,
-    Pictures,
+    OwnSize,
     UndecodableImageError,
     depth_lines,
     header_size,
@@ -39,15 +37,15 @@ from attnkit.tasks.images.decode import (
     to_channels,
 )
 from attnkit.tasks.images.files import Files, report_failures, say_once, shortened
-from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages
+from attnkit.tasks.images.sets import FileImages, ImageSet, MemoryImages, NativeImages
 from attnkit.tasks.images.sizes import Fit, default_image_size, fit_of, least_area, sides
 from attnkit.tasks.loaders import module_of
 
 _HEADERS_READ = 1024
 # Reading a small file is faster than waking a thread, so that a thread reads several.
 _CHUNK = 32
-_SILENT_FOR = 10.0  # seconds
 _SHOW_PROGRESS_FROM = 2000
+_NAMED = 3
 
 
 def read_splits(
@@ -55,6 +53,7 @@ def read_splits(
     splits: Mapping[str, Files],
     channels: int | None,
     crop_min_area: float | None = None,
+    own: OwnSize | None = None,
 ) -> dict[str, tuple[ImageSet, Tensor]]:
     """Return for each split its images and the indices of the files that can be decoded.
 
@@ -70,21 +69,25 @@ def read_splits(
         channels: 1 or 3; None: 1 if all images of train are grey.
         crop_min_area: smallest share of a training picture that a crop keeps; None: there are no
             crops, and no whole pictures are needed.
+        own: how pictures become images of their own sizes; None: all get the same size.
 
     Raises:
         UserError: see `report_failures`.
     """
     first = next(iter(splits.values())).paths
-    size = data.image_size or default_image_size(median_side(first))
-    fit = fit_of(data, size)
+    found_sizes = (header_size(path) for path in first[:: max(1, len(first) // _HEADERS_READ)])
+    headers = [size for size in found_sizes if size is not None] or [(1, 1)]
+    short = sorted(map(min, headers))
+    size = data.image_size or default_image_size(short[len(short) // 2])
+    how: Fit | OwnSize = own or fit_of(data, size)
     # A trained module fixes the range of values; in training the files decide it.
     is_open = data.value_range is None and (module_of(data) is None or data.stage == "fit")
     count = sum(len(files.paths) for files in splits.values())
-    needed = 3.0 * count * math.prod(sides(size))
-    area = None
+    each = min(mean_area(headers), own.max_pixels) if own else math.prod(sides(size))
+    needed, area = 3.0 * count * each, None
     if crop_min_area is not None and "train" in splits:
         area = least_area(size, crop_min_area)
-        needed += 2 * 3 * len(first) * mean_area(first, area)  # twice while being joined
+        needed += 3 * len(first) * mean_area(headers, area)
     keep = needed <= memory_bytes(data.memory_gb, data.trainer)
     found: dict[str, tuple[ImageSet, Tensor]] = {}
     there: dict[str, list[str]] = {}
@@ -93,34 +96,44 @@ def read_splits(
         paths, labels = files.paths, torch.tensor(files.labels, dtype=torch.int64)
         whole = area if split == "train" else None
         decode = partial(decoded, paths, channels=channels or 3, keep=keep, least_area=whole)
-        pixels = decode(fit, title=f"{split} images")
+        pixels = decode(how, title=f"{split} images")
         depths = {paths[number]: depth for number, depth in pixels.depths.items()}
         if is_open and (found_range := range_of(depths)):
             data.value_range = found_range
-            fit = fit_of(data, size)
+            how = how._replace(value_range=found_range)
             as_read = {FULL_RANGES[kind] for kind, *_ in depths.values() if kind in FULL_RANGES}
             if as_read != {tuple(found_range)}:
-                pixels = decode(fit, title=f"{split} images again")
+                pixels = decode(how, title=f"{split} images again")
         is_open = False
         named = split if found else "data"
-        for line in depth_lines(named, depths, fit.value_range, brief=bool(found)):
+        for line in depth_lines(named, depths, how.value_range, brief=bool(found)):
             say_once(line)
         failures = {paths[number]: reason for number, reason in pixels.failures.items()}
         skip, given = data.skip_corrupt, split != "train"
         report_failures(failures, split, len(paths), given=given, skip_corrupt=skip)
+        if shrunk := pixels.shrunk:
+            more = ", …" if len(shrunk) > 1 else ""
+            say_once(
+                f"{split}: {len(shrunk):,} of {len(paths):,} images have more than "
+                f"{how.max_tokens:,} patches and are shrunk to that: "  # type: ignore[union-attr]
+                f"{paths[shrunk[0]]}{more}; data.max_image_tokens"
+            )
         good = torch.ones(len(paths), dtype=torch.bool)
         good[list(pixels.failures)] = False
         # A grey set was decoded with three equal channels, of which the first is enough.
         channels = channels or (1 if pixels.grey[good].all() else 3)
+        sums = pixels.sums[:, :, :channels].clone()
         images: ImageSet
-        if pixels.images is None:
-            of_files = pixels.sums[:, :, :channels].clone()
-            images = FileImages(paths, labels, fit, channels, of_files, whole)
+        if isinstance(how, OwnSize):
+            kept: Any = pixels.images
+            kept = kept and [None if one is None else one[:channels].contiguous() for one in kept]
+            images = NativeImages(paths, labels, how, channels, pixels.num_patches, sums, kept)
+        elif pixels.images is None:
+            images = FileImages(paths, labels, how, channels, sums, whole)
         else:
-            pixels_kept = pixels.images[:, :channels].contiguous()
-            images = MemoryImages(pixels_kept, labels, pixels.pictures)
-            images.fitted = True
-            images.known_sums = pixels.sums[:, :, :channels]
+            of_channels = pixels.images[:, :channels].contiguous()  # type: ignore[call-overload]
+            images = MemoryImages(of_channels, labels, pixels.pictures)
+            images.fitted, images.known_sums = True, sums
         images.known_keys = pixels.keys
         found[split] = images, good.nonzero().flatten()
         there[split] = [paths[number] for number in found[split][1].tolist()]
@@ -157,19 +170,11 @@ def available_memory() -> int:
     return max(0, min(limits))
 
 
-def median_side(paths: Sequence[str]) -> int:
-    """Return the median of the shorter sides, of about a thousand images at most."""
-    step = max(1, len(paths) // _HEADERS_READ)
-    short = [min(size) for path in paths[::step] if (size := header_size(path)) is not None]
-    return sorted(short)[len(short) // 2] if short else 1
-
-
-def mean_area(paths: Sequence[str], least_area: float) -> float:
-    """Return the mean number of pixels after `read_picture` shrinks, of a thousand pictures."""
-    step = max(1, len(paths) // _HEADERS_READ)
-    areas = [math.prod(size) for path in paths[::step] if (size := header_size(path)) is not None]
+def mean_area(headers: Sequence[tuple[int, int]], least_area: float = math.inf) -> float:
+    """Return the mean number of pixels of pictures, after `read_picture` shrinks them."""
+    areas = map(math.prod, headers)
     shrunk = [area / max(1, int(math.sqrt(area / least_area))) ** 2 for area in areas]
-    return sum(shrunk) / max(1, len(shrunk))
+    return sum(shrunk) / len(shrunk)
 
 
 def first_of_equal(keys: Tensor) -> list[int]:
@@ -183,28 +188,33 @@ class Pixels:
     """The result of decoding files: pixels, exact sums for mean and deviation, and failures.
 
     Attributes:
-        images: uint8 [files, channels, height, width], or None if the pixels were not kept.
+        images: uint8 [files, channels, height, width], or a list of images of their own sizes, or
+            None if the pixels were not kept.
         sums: int64 [files, 2, channels], the sum of the pixels and of their squares per channel.
         grey: bool [files], whether the channels are equal.
         keys: int64 [files], keys of the bytes of each file; see `keys_of`.
+        num_patches: int64 [files], of images of their own sizes.
         failures: maps the index of a file to the reason why it cannot be decoded.
         depths: maps the index of a file to what 8 bits a channel cannot hold of it.
-        pictures: the whole pictures of the files, empty if the image is the whole picture or there
-            is none; None if they were not requested.
+        shrunk: indices of the files that are too large for an image of their own size.
+        pictures: the whole pictures of the files, uint8 [height, width, 3], empty if the image is
+            the whole picture or there is none; None if they were not requested.
     """
 
-    images: Tensor | None
+    images: Tensor | list[Tensor | None] | None
     sums: Tensor
     grey: Tensor
     keys: Tensor
+    num_patches: Tensor
     failures: dict[int, str]
     depths: dict[int, Depth]
-    pictures: Pictures | None = None
+    shrunk: list[int]
+    pictures: list[Tensor] | None = None
 
 
 def decode_files(
     paths: Sequence[str],
-    fit: Fit,
+    fit: Fit | OwnSize,
     channels: int,
     *,
     keep: bool,
@@ -221,78 +231,73 @@ def decode_files(
         title: title of the progress bar.
         least_area: that of `read_picture`, if whole pictures are kept too.
     """
-    shape = (len(paths), channels, *sides(fit.size))
-    images = torch.empty(shape, dtype=torch.uint8) if keep else None
-    sums = torch.zeros((len(paths), 2, channels), dtype=torch.int64)
-    grey = torch.zeros(len(paths), dtype=torch.bool)
-    keys = torch.zeros(len(paths), dtype=torch.int64)
+    count = len(paths)
+    images: Any = None
+    if isinstance(fit, OwnSize):
+        images = [None] * count if keep else None
+    elif keep:
+        images = torch.empty((count, channels, *sides(fit.size)), dtype=torch.uint8)
+    sums = torch.zeros((count, 2, channels), dtype=torch.int64)
+    grey = torch.zeros(count, dtype=torch.bool)
+    keys, num_patches = torch.zeros((2, count), dtype=torch.int64)
     failures: dict[int, str] = {}
     depths: dict[int, Depth] = {}
-    pictures = [torch.empty(0, dtype=torch.uint8)] * len(paths) if least_area else None
+    shrunk: list[int] = []
+    pictures = [torch.empty(0, dtype=torch.uint8)] * count if least_area else None
+
+    def decode_one(number: int) -> None:
+        try:
+            read = read_file(paths[number], fit, least_area)
+        except UndecodableImageError as error:
+            failures[number] = str(error)
+            return
+        if read.depth is not None:
+            depths[number] = read.depth
+        if read.shrunk:
+            shrunk.append(number)
+        is_part = read.whole is not None and read.whole.shape[:2] != read.image.shape[1:]
+        if pictures is not None and read.whole is not None and (is_part or channels == 1):
+            pictures[number] = read.whole
+        pixels = to_channels(read.image, channels)
+        sums[number] = pixel_sums(pixels[None])[0]
+        grey[number] = bool((pixels == pixels[:1]).all())
+        keys[number] = keys_of([Path(paths[number]).read_bytes()])[0]
+        if isinstance(fit, OwnSize):
+            num_patches[number] = pixels[0].numel() // fit.patch_size**2
+        if images is not None:
+            images[number] = pixels
 
     def decode_chunk(start: int) -> int:
-        decoded: dict[int, Tensor] = {}
-        stop = min(start + _CHUNK, len(paths))
+        stop = min(start + _CHUNK, count)
         for number in range(start, stop):
-            try:
-                read = read_file(paths[number], fit, least_area)
-            except UndecodableImageError as error:
-                failures[number] = str(error)
-                continue
-            decoded[number] = read.image
-            if read.depth is not None:
-                depths[number] = read.depth
-            is_part = read.whole is not None and read.whole.shape[:2] != read.image.shape[1:]
-            if pictures is not None and read.whole is not None and (is_part or channels == 1):
-                pictures[number] = read.whole
-        if decoded:
-            pixels = to_channels(torch.stack([*decoded.values()]), channels)
-            rows = torch.tensor([*decoded])
-            sums[rows] = pixel_sums(pixels)
-            grey[rows] = (pixels == pixels[:, :1]).flatten(1).all(dim=1)
-            keys[rows] = keys_of(Path(paths[number]).read_bytes() for number in decoded)
-            if images is not None:
-                images[rows] = pixels
+            decode_one(number)
         return stop - start
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        chunks = pool.map(decode_chunk, range(0, len(paths), _CHUNK))
+        chunks = pool.map(decode_chunk, range(0, count, _CHUNK))
         try:
-            for _ in with_progress(chunks, len(paths), title):
+            for _ in with_progress(chunks, count, title):
                 pass
         except BaseException:  # a signal: do not wait for files that are not begun
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     failures, depths = dict(sorted(failures.items())), dict(sorted(depths.items()))
-    whole = Pictures.of(pictures) if pictures else None
-    return Pixels(images, sums, grey, keys, failures, depths, whole)
+    facts = sums, grey, keys, num_patches, failures, depths, sorted(shrunk)
+    return Pixels(images, *facts, pictures)
 
 
 def with_progress(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
     """Yield 1 for each file that the chunks have processed, and show a progress bar."""
     console = Console(stderr=True)
-    rank = getattr(rank_zero_only, "rank", 0)
-    quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal or rank != 0
-    if not console.is_terminal and rank == 0:
-        chunks = _with_lines(chunks, total, title)
+    quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal
+    quiet = quiet or getattr(rank_zero_only, "rank", 0) != 0
     steps = (1 for count in chunks for _ in range(count))
     return iter(track(steps, title, total, console=console, transient=True, disable=quiet))
 
 
-def _with_lines(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
-    """Print the progress every ten seconds, for output without a progress bar."""
-    done, last = 0, time.monotonic()
-    for count in chunks:
-        yield count
-        done += count
-        if time.monotonic() - last >= _SILENT_FOR:
-            say(f"{title}: {done:,} of {total:,}")
-            last = time.monotonic()
-
-
 def decoded(
     paths: list[str],
-    fit: Fit,
+    fit: Fit | OwnSize,
     channels: int,
     *,
     keep: bool,
@@ -311,43 +316,37 @@ def decoded(
     what: dict[str, Any] = {"keep": keep, "least_area": least_area if keep else None}
     if not folder:
         return decode_files(paths, fit, channels, title=title, **what)
-    file = Path(folder) / f"{key_of_files(paths, 4, fit, channels, what)}.pt"
+    key = hashlib.sha256(repr((5, fit, channels, what)).encode())
+    for path in paths:
+        with contextlib.suppress(OSError):
+            stat = os.stat(path)
+            key.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="replace"))
+    file = Path(folder) / f"{key.hexdigest()[:32]}.pt"
     with _locked(file):
         with contextlib.suppress(Exception):  # absent or damaged
             found = torch.load(file, weights_only=True, mmap=True)
-            whole = found.pop("pictures")
             if all(_fails(paths[number], fit) for number in found["failures"]):
-                return Pixels(**found, pictures=Pictures(*whole) if whole else None)
+                return Pixels(**found)
         pixels = decode_files(paths, fit, channels, title=title, **what)
         with contextlib.suppress(OSError, RuntimeError):
-            whole = pixels.pictures
-            parts = (whole.shapes, whole.pixels) if whole else ()
-            found = {**vars(pixels), "pictures": parts}
-            tensors = [pixels.images, *parts]
-            size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+            images = pixels.images if isinstance(pixels.images, list) else [pixels.images]
+            tensors = [
+                tensor for tensor in (*images, *(pixels.pictures or ())) if tensor is not None
+            ]
+            size = sum(tensor.nbytes for tensor in tensors)
             if shutil.disk_usage(file.parent).free > 2 * size:
                 with replacing(file) as part:
-                    torch.save(found, part)
+                    torch.save(vars(pixels), part)
     return pixels
 
 
-def _fails(path: str, fit: Fit) -> bool:
+def _fails(path: str, fit: Fit | OwnSize) -> bool:
     """Return True if a file still cannot be decoded: permissions may change without the file."""
     try:
         read_file(path, fit)
     except UndecodableImageError:
         return True
     return False
-
-
-def key_of_files(paths: Sequence[str], *facts: Any) -> str:
-    """Return a cache key of files, which changes with a name, size or modification time."""
-    key = hashlib.sha256(repr(facts).encode())
-    for path in paths:
-        with contextlib.suppress(OSError):
-            stat = os.stat(path)
-            key.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode(errors="replace"))
-    return key.hexdigest()[:32]
 
 
 @contextlib.contextmanager
@@ -361,9 +360,6 @@ def _locked(file: Path) -> Iterator[None]:
         yield
 
 
-_NAMED = 3
-
-
 def equal_lines(
     paths: Mapping[str, Sequence[str]], labels: Mapping[str, Mapping[str, int]], firsts: list[int]
 ) -> Iterator[str]:
@@ -374,21 +370,21 @@ def equal_lines(
         labels: maps a split to the classes by path.
         firsts: the result of `first_of_equal` for all files in order.
     """
+
+    def named(pairs: Sequence[tuple[tuple[str, str], tuple[str, str]]]) -> str:
+        count = f"{len(pairs)} {'file is' if len(pairs) == 1 else 'files are'} equal to others"
+        return f"{count}: {', '.join(shortened([f'{b[1]} = {a[1]}' for a, b in pairs], _NAMED))}"
+
     files = [(split, path) for split, of_split in paths.items() for path in of_split]
     pairs = [(files[first], files[n]) for n, first in enumerate(firsts) if first != n]
     across = [pair for pair in pairs if pair[0][0] != pair[1][0]]
     wrong = [(a, b) for a, b in pairs if labels[a[0]][a[1]] != labels[b[0]][b[1]]]
     if pairs:
-        yield f"data: {_named(pairs)}; a split that is taken from train keeps them on one side"
+        yield f"data: {named(pairs)}; a split that is taken from train keeps them on one side"
     if across:
         yield (
-            f"data: in two splits: {_named(across)}; remove them from one, or the test is of "
+            f"data: in two splits: {named(across)}; remove them from one, or the test is of "
             "images that were trained on"
         )
     if wrong:
-        yield f"data: under two labels: {_named(wrong)}; keep them under the right one"
-
-
-def _named(pairs: Sequence[tuple[tuple[str, str], tuple[str, str]]]) -> str:
-    count = f"{len(pairs)} {'file is' if len(pairs) == 1 else 'files are'} equal to others"
-    return f"{count}: {', '.join(shortened([f'{b[1]} = {a[1]}' for a, b in pairs], _NAMED))}"
+        yield f"data: under two labels: {named(wrong)}; keep them under the right one"

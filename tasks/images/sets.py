@@ -15,12 +15,13 @@ from torch.utils.data import Dataset
 
 from attnkit.lightning.errors import RunError
 from attnkit.tasks.images.decode import (
-    Pictures,
+    OwnSize,
     UndecodableImageError,
     as_picture,
     as_tensor,
     keys_of,
     pixel_sums,
+    read_file,
     read_image,
     read_picture,
     to_channels,
@@ -124,7 +125,7 @@ class MemoryImages(ImageSet):
         self,
         images: Tensor,
         labels: Tensor | Sequence[int],
-        pictures: Pictures | None = None,
+        pictures: Sequence[Tensor] | None = None,
     ) -> None:
         self.images = images
         self.pictures = pictures
@@ -191,6 +192,59 @@ class FileImages(ImageSet):
     def picture(self, row: int) -> Image.Image:
         path = self.paths[int(self.rows[row])]
         return _unchanged(path, read_picture, self.least_area, self.fit.value_range)
+
+
+class NativeImages(ImageSet):
+    """Labelled images of their own sizes, in memory or decoded on access.
+
+    A batch is a list of uint8 images [channels, height, width] and int64 labels [batch].
+
+    Args:
+        paths: the files; indices of those that can be decoded are selected later.
+        labels: integers [images].
+        how: how pictures become images.
+        channels: 1 (grey) or 3.
+        sizes: number of patches of each file, int64 [files]; 0 if it cannot be decoded.
+        pixel_sums: int64 [images, 2, channels].
+        kept: the decoded images; None: they are read from the files.
+    """
+
+    fitted = True
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        labels: Tensor,
+        how: OwnSize,
+        channels: int,
+        sizes: Tensor,
+        pixel_sums: Tensor,
+        kept: Sequence[Tensor | None] | None,
+    ) -> None:
+        self.paths, self.labels, self.how = list(paths), labels, how
+        self.channels, self.sizes, self.known_sums, self.kept = channels, sizes, pixel_sums, kept
+        self.rows = torch.arange(len(paths))
+        middle = sizes[sizes > 0].double().median()
+        self.size = round(math.sqrt(float(middle))) * how.patch_size
+        self.reads_files = kept is None
+
+    def fetch(self, rows: Tensor) -> Any:
+        """Return the images with these indices as a list."""
+        numbers = self.rows[rows].tolist()
+        return [self.kept[n] for n in numbers] if self.kept is not None else self._read(numbers)
+
+    def _read(self, numbers: Sequence[int]) -> list[Tensor]:
+        images = (_unchanged(self.paths[n], read_file, self.how).image for n in numbers)
+        return [to_channels(image, self.channels) for image in images]
+
+    def select(self, rows: Tensor) -> ImageSet:
+        part: Any = super().select(rows)
+        part.sizes = self.sizes[rows]
+        return part
+
+    @property
+    def num_pixels(self) -> int:
+        return int(self.sizes.sum()) * self.how.patch_size**2
 
 
 def _unchanged(path: str, read: Callable[..., Any], *how: Any) -> Any:

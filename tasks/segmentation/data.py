@@ -314,12 +314,6 @@ class SegmentationDataModule(SplitImages):
             *image_lines(self.sets["train"], self),
         ]
 
-    def split_rows(self, train: MaskedImages, fractions: Sequence[float]) -> list[Tensor]:
-        """Split the pictures at random, from the seed, into the rest and these fractions."""
-        counts = [round(fraction * len(train)) for fraction in fractions]
-        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(self.seed))
-        return [p.sort().values for p in order.split([len(train) - sum(counts), *counts])]
-
 
 class SceneMasksData(SegmentationDataModule):
     """Scenes of two things, drawn as in `ScenesData`, with a class for each pixel.

@@ -98,17 +98,6 @@ def test_a_bias_that_is_a_mask_is_refused(dtype):
         attention_step(block, tokens, cache, bias=torch.ones(1, 1, 1, 1, dtype=dtype))
 
 
-@torch.no_grad()
-def test_hooks_of_a_block_are_called():
-    block = made({})
-    memory = some(BATCH, KEYS, DIM)
-    kept = block.remember(memory)
-    tokens = some(BATCH, 1, DIM)
-    with attnkit.capture_attention(nn.ModuleDict({"block": block})) as captured:
-        memory_step(block, tokens, kept)
-    torch.testing.assert_close(captured["block"][0], block.attention_weights(tokens, memory))
-
-
 def test_gradients_go_through_the_block():
     block = made({})
     tokens = some(BATCH, 1, DIM).requires_grad_()

@@ -147,11 +147,11 @@ def dynamic_shapes(mask, varies):
     return batch | queries, batch | keys, batch
 
 
-def check_exported(mask, option, varies, strict=False):
+def check_exported(mask, option, varies):
     module = Attention(mask, option)
     example, *others = sizes(mask, varies)
     program = torch.export.export(
-        module, drawn(*example), dynamic_shapes=dynamic_shapes(mask, varies), strict=strict
+        module, drawn(*example), dynamic_shapes=dynamic_shapes(mask, varies)
     ).module()
     for size in (example, *others):
         torch.testing.assert_close(program(*drawn(*size)), module(*drawn(*size)))
@@ -211,17 +211,6 @@ def test_exported_takes_other_batches_and_tokens(mask, option):
     check_exported(mask, option, "batch and tokens")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mask", "option"), CASES)
-def test_every_mask_exported_takes_other_batches_and_tokens(mask, option):
-    if mask in FIXED or option == "dot":
-        check_exported(mask, option, "batch")
-    if mask not in FIXED and option == "dot":
-        check_exported(mask, option, "tokens")
-    if mask not in FIXED:
-        check_exported(mask, option, "batch and tokens")
-
-
 # one of each kind, and of each way to combine them
 INPUTS = (
     "causal", "padding", "padding_booleans", "window", "one_sided", "packed", "edges", "dense",
@@ -257,13 +246,6 @@ def test_heads_and_numbers_that_are_traced(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mask", [mask for mask in MASKS if "not" not in mask])
-def test_every_mask_exported_strictly(mask):
-    """All but ~mask, made inside the program, which torch 2.11 cannot trace."""
-    check_exported(mask, "dot", "batch" if mask in FIXED else "batch and tokens", strict=True)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "option"), [case for case in CASES if "delta_rule" not in case])
 def test_every_mask_in_onnx(mask, option, tmp_path):
     """All but the delta rule, whose triangular system torch cannot translate, and says so."""
@@ -286,20 +268,12 @@ def test_bottom_right_compiled_for_any_lengths():
         torch.testing.assert_close(compiled(*inputs), function(*inputs))
 
 
-WINDOWS = {
-    "line": lambda lengths, scale: Window(8, 5),
-    "wide": lambda lengths, scale: Window(60, 9),
-    "padding": lambda lengths, scale: Window(8, 5) & Padding(lengths),
-    "grid": lambda lengths, scale: Window2d(20 * scale, 20, 2, 1),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", ["line", "grid"])
 def test_windows_do_not_grow_with_batch_and_tokens(name):
     def nodes(batch, scale):
         query, key, lengths = drawn(batch, 400 * scale, 400 * scale)
-        mask = WINDOWS[name](lengths, scale)
+        mask = Window(8, 5) & Padding(lengths) if name == "line" else Window2d(20 * scale, 20, 2, 1)
         return num_nodes(
             lambda query, key: attend(query, key, key, mask=mask, backend="block_sparse"),
             query,
@@ -313,11 +287,7 @@ def test_windows_do_not_grow_with_batch_and_tokens(name):
     ("mask", "value_dim"),
     [
         (Window(5, 3), 12),
-        pytest.param(Window2d(13, 11, 1, 2), 12, marks=pytest.mark.slow),
-        pytest.param(Window(5, 3), 5, marks=pytest.mark.slow),
-        pytest.param(Window2d(13, 11, 1, 2), 5, marks=pytest.mark.slow),
         pytest.param(Window2d(11, 12, 1, 1, 11), 5, marks=pytest.mark.slow),
-        pytest.param(Window2d(11, 12, 1, 1, 11), 12, marks=pytest.mark.slow),
     ],
     ids=str,
 )

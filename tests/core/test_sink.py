@@ -36,10 +36,10 @@ MASKS = {
 }
 
 
-def make(dtype=torch.float64, kv_heads=KV_HEADS, tokens=TOKENS):
+def make(dtype=torch.float64, kv_heads=KV_HEADS):
     shapes = (HEADS, DIM), (kv_heads, DIM), (kv_heads, VALUE_DIM)
     generator = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(BATCH, h, tokens, d, generator=generator).to(dtype) for h, d in shapes]
+    tensors = [torch.randn(BATCH, h, TOKENS, d, generator=generator).to(dtype) for h, d in shapes]
     return [*(t.requires_grad_() for t in tensors), SINK.to(dtype)]
 
 
@@ -157,16 +157,7 @@ def test_weights_times_values_are_the_output(name):
         )
 
 
-def test_a_sink_of_minus_infinity_is_none():
-    query, key, value, sink = make()
-    for mask in MASKS.values():
-        for backend in ("auto", "reference"):
-            without = attnkit.attend(query, key, value, mask=mask, backend=backend)
-            actual = attend(query, key, value, sink - math.inf, mask=mask, backend=backend)
-            torch.testing.assert_close(actual, without)
-
-
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "math"])
+@pytest.mark.parametrize("backend", ["blockwise", "math"])
 def test_dropout(backend):
     query, key, value, sink = make(kv_heads=HEADS)
     weights = attnkit.attention_weights(query, key, sink=sink)
@@ -189,23 +180,16 @@ class Attention(torch.nn.Module):
         return attend(*tensors, mask=self.mask)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("window", "edges")]
-
-
-@pytest.mark.parametrize("name", ["none", *SLOW])
-def test_compiled(name):
-    """`Window` runs as a program of its own."""
+def test_compiled():
     torch._dynamo.reset()
-    compiled = torch.compile(Attention(MASKS[name]), fullgraph=True, backend="aot_eager")
-    tensors = trained(make(torch.float32, tokens=211 if name == "window" else TOKENS))
-    expected = with_gradients(tensors, attend, mask=MASKS[name], backend="reference")
+    compiled = torch.compile(Attention(Causal()), fullgraph=True, backend="aot_eager")
+    tensors = trained(make(torch.float32))
+    expected = with_gradients(tensors, attend, mask=Causal(), backend="reference")
     torch.testing.assert_close(with_gradients(tensors, compiled), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_exported(learns):
-    tensors = make(torch.float32)
-    tensors[3].requires_grad_(learns)
+def test_exported():
+    tensors = trained(make(torch.float32))
     program = torch.export.export(Attention(Causal()), tuple(tensors)).module()
     expected = attend(*tensors, mask=Causal(), backend="reference")
     torch.testing.assert_close(program(*tensors), expected)

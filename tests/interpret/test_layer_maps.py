@@ -156,17 +156,6 @@ def test_each_place_has_one_colour_and_the_image_shows_through():
     np.testing.assert_allclose(black, 0.68 * white)
 
 
-def test_what_the_prefix_took():
-    vit = make_vit(num_registers=2)
-    images = torch.randn(2, 3, 6, 10)
-    (found,) = layer_maps(vit, images, -1)
-    with capture_attention(vit, layers=-1) as captured:
-        vit(images)
-    (weights,) = captured["blocks.1.attention"]
-    torch.testing.assert_close(found.share, weights.mean(1)[:, 0, :3].sum(1))
-    assert layer_maps(make_vit(pooling="mean"), images, -1)[0].share is None
-
-
 def test_gates_of_channels_are_a_curve(picture):
     gate = LayerMap("se", torch.tensor([[0.2, 0.9, 0.4]]), "gate", is_over_image=False)
     _, (_, below) = picture(gate)
@@ -231,12 +220,6 @@ def test_axial_attention_is_drawn_along_rows_and_columns():
     expected[1] = 3 * share
     torch.testing.assert_close(columns.values[1], expected)
     assert all(one.is_over_image for one in (rows, columns))
-
-
-def test_a_map_of_one_row_or_column():
-    for size, shapes in (((7, 35), [(1, 5), (1, 5)]), ((21, 7), [(3, 1), (3, 1)])):
-        found = layer_maps(Axial().eval(), torch.rand(1, 3, *size), "*")
-        assert [one.values.shape[1:] for one in found] == shapes
 
 
 class Windows(nn.Module):

@@ -1,7 +1,6 @@
 """`Interpret`: maps and scores while a model trains and in its test."""
 
 import inspect
-import itertools
 import re
 from types import SimpleNamespace
 
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import attnkit
 from attnkit import Interpret
-from attnkit.interpret import training
 from attnkit.lightning import MetricsCSV, UserError
 from attnkit.lightning.protocols import Explained
 from attnkit.models.captioning.word_decoder import END, PAD
@@ -117,21 +115,6 @@ def test_the_scores_are_those_of_trust(vit, loader, trainer, tmp_path):
     assert interpret.history["interpret_prefix_share"] == [(1, pytest.approx(share, abs=1e-6))]
 
 
-@pytest.mark.slow
-def test_the_cost_that_is_said_is_that_of_a_look(
-    vit, loader, trainer, tmp_path, monkeypatch, capsys
-):
-    """By a clock that goes 7 s in each."""
-    now = itertools.count(step=7)
-    clock = SimpleNamespace(monotonic=lambda: next(now))
-    monkeypatch.setattr(training, "time", clock)
-    interpret = Interpret(5, every_n_epochs=2, folder=tmp_path / "maps")
-    trainer([interpret], max_epochs=6, num_sanity_val_steps=1).fit(vit(), loader, loader)
-    said = capsys.readouterr().out
-    assert "interpret: relevance of 5 images, about 7 s each time; 4 times, about 28 s\n" in said
-    assert "interpret: 28.0 s, " in said
-
-
 class Images(Logger):
     """Takes images as Lightning's `WandbLogger` does, which needs wandb."""
 
@@ -181,7 +164,7 @@ def test_without_scores_nothing_is_removed(vit, loader, trainer, tmp_path, monke
     def fails(*_, **__):
         raise AssertionError("judged")
 
-    monkeypatch.setattr("attnkit.interpret.trust.judge.trust", fails)
+    monkeypatch.setattr("attnkit.interpret.units.trust", fails)
     interpret = Interpret(2, 1, trust="none", folder=tmp_path / "maps", **options)
     trainer([interpret], max_epochs=1).fit(vit(), loader, loader)
     assert [path.name for path in (tmp_path / "maps").iterdir()] == ["epoch_001.png"]
@@ -206,12 +189,6 @@ def test_a_single_logit_has_no_class_to_be_sensitive_to(loader, trainer, tmp_pat
     trainer([interpret], max_epochs=1).fit(Binary(network), loader, loader)
     gaps = {f"interpret_{name}" for name in ("gap", "random", "gap_centre", "gap_input_gradient")}
     assert set(interpret.history) == gaps
-
-
-@pytest.mark.parametrize("quantity", ["p", "the logit"])
-def test_the_axis_says_whose_gap_it_is(quantity):
-    figure = training.draw_history({"interpret_gap": [(1, 0.2), (3, 0.4)]}, quantity)
-    assert figure.axes[0].get_ylabel() == f"gap in {quantity}"
 
 
 def test_of_as_many_classes_as_the_batch_has(vit, trainer, tmp_path):
@@ -286,13 +263,6 @@ def test_captions(trainer, tmp_path):
     gap = sum(word.gap for word in words) / 5
     assert interpret.history["interpret_gap"] == [(1, pytest.approx(gap, abs=1e-6))]
     assert (tmp_path / "maps" / "epoch_001.png").exists()
-
-
-def test_an_lstm_has_its_attention(trainer, tmp_path):
-    module, interpret = Captions(attnkit.RecurrentDecoder), Interpret(folder=tmp_path / "maps")
-    loader = DataLoader([{"image": torch.rand(2, 3, 8, 12)}], batch_size=None)
-    trainer([interpret]).validate(module, loader, verbose=False)
-    assert interpret._look == ("attention", "mean")
 
 
 def test_a_layer_of_a_captioner(trainer, tmp_path):

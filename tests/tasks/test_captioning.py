@@ -3,11 +3,11 @@
 import csv
 from pathlib import Path
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from task_support import quiet
 from torch.utils.data import DataLoader
 
 from attnkit.launch.main import main
@@ -68,7 +68,7 @@ def _batches(images, module):
 
 
 def test_metrics_are_those_of_all_sentences(module, data):
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer = quiet()
     (results, compositional) = trainer.test(module, datamodule=data, verbose=False)
     results = {**results, **compositional}
     for split, prefix in (("test", "test"), ("compositional", "test/compositional")):
@@ -112,9 +112,7 @@ def test_a_table_of_where_words_look(module, data, tmp_path, monkeypatch):
 
     batches = [b for loader in data.test_dataloader().values() for b in loader]
     monkeypatch.setattr(module, "_say", say)
-    trainer = L.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[WordLooks(tmp_path)]
-    )
+    trainer = quiet(callbacks=[WordLooks(tmp_path)])
     results = trainer.test(module, datamodule=data, verbose=False)
     with (tmp_path / "looks.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -141,9 +139,7 @@ def test_a_table_of_where_words_look(module, data, tmp_path, monkeypatch):
 def test_without_masks_there_is_no_table_and_it_is_said(module, data, tmp_path):
     batch = next(iter(data.test_dataloader()["test"]))
     del batch["masks"]
-    trainer = L.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[WordLooks(tmp_path)]
-    )
+    trainer = quiet(callbacks=[WordLooks(tmp_path)])
     with pytest.warns(UserWarning, match=r"no masks of what words name; no looks\.csv"):
         trainer.test(module, DataLoader([batch], batch_size=None), verbose=False)
     assert not (tmp_path / "looks.csv").exists()
@@ -161,7 +157,7 @@ def test_what_is_drawn_is_drawn_again(module, data):
 
 
 def test_the_validation_loss_is_exact_over_uneven_batches(module, data):
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer = quiet()
     (results,) = trainer.validate(module, datamodule=data, verbose=False)
     batches = list(data.val_dataloader())
     assert [len(batch["words"]) for batch in batches] == [5, 1]
@@ -196,7 +192,7 @@ def test_shares_of_right_sentences(module, data, monkeypatch):
     batches = iter(said)
     monkeypatch.setattr(module, "_say", lambda images, **_: None)
     monkeypatch.setattr(module, "_texts", lambda said: next(batches))
-    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer = quiet()
     results, compositional = trainer.test(module, datamodule=data, verbose=False)
     results = {**results, **compositional}
     for split, prefix in (("test", "test"), ("compositional", "test/compositional")):

@@ -9,9 +9,9 @@ import pytest
 import sklearn.metrics
 import sklearn.utils.class_weight
 import torch
-from lightning import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from PIL import Image
+from task_support import quiet
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,19 +35,6 @@ def linear(num_classes, side=3, channels=3):
 def module(num_classes=7, **options):
     return ImageClassification(
         linear(num_classes), num_classes=num_classes, **{**NORMALIZED, **options}
-    )
-
-
-def quiet(folder, **options):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=options.pop("enable_checkpointing", False),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        **options,
     )
 
 
@@ -113,19 +100,6 @@ def test_balanced_accuracy_is_of_the_classes_that_there_are():
     metric.update(logits[:2], labels[:2])
     metric.update(logits[2:], labels[2:])
     assert metric.compute() == pytest.approx((3 / 4 + 1) / 2)
-
-
-def test_a_monitor_that_nothing_logs_is_refused_at_once(tmp_path):
-    loader = DataLoader(samples(), batch_size=11)
-    for monitor in ("val/f2", "val_loss"):
-        stopping = [EarlyStopping(monitor), EarlyStopping("val/f1", mode="max")]
-        with pytest.raises(UserError, match=f"EarlyStopping: nothing logs .*{monitor}.*val/f1,"):
-            quiet(tmp_path, max_epochs=1, callbacks=stopping).fit(module(), loader, loader)
-    trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping("val/f1", mode="max")])
-    trainer.fit(module(), loader, loader)
-    plateau = {"_target_": "attnkit.lightning.Plateau", "monitor": "val/nothing", "mode": "max"}
-    with pytest.raises(UserError, match="scheduler: nothing logs its monitor"):
-        quiet(tmp_path, max_epochs=1).fit(module(scheduler=plateau), loader, loader)
 
 
 class OwnOptimizer(ImageClassification):
@@ -219,19 +193,6 @@ def test_top5_needs_more_than_five_classes(tmp_path, num_classes, has_top5):
         module(num_classes), DataLoader(samples(9, num_classes), 4), verbose=False
     )[0]
     assert ("test/top5_accuracy" in results) == has_top5
-
-
-def test_label_smoothing_is_in_the_training_loss_only(tmp_path):
-    images, labels = samples().tensors
-    task = module(label_smoothing=0.3)
-    logged = {}
-    task.log = lambda name, value, **_: logged.update({name: value.compute()})
-    loss = task.training_step((images, labels), 0)
-    logits = task(images)
-    smooth = torch.full((53, 7), 0.3 / 7) + 0.7 * functional.one_hot(labels, 7)
-    torch.testing.assert_close(loss, -(smooth * logits.log_softmax(1)).sum(1).mean())
-    task.validation_step((images, labels), 0)
-    torch.testing.assert_close(logged["val/loss"], functional.cross_entropy(logits, labels))
 
 
 def seen_by_model(task, images, labels):
@@ -387,19 +348,6 @@ def test_a_class_without_images_has_no_recall():
 def test_wrong_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         ImageClassification(linear(7), **{"num_classes": 7, **NORMALIZED, **options})
-
-
-def test_works_with_any_datamodule(tmp_path):
-    data, task = samples(), module()
-
-    class Theirs(LightningDataModule):
-        def test_dataloader(self):
-            return DataLoader(data, 8)
-
-    images, labels = data.tensors
-    right = (task(images).argmax(1) == labels).float().mean().item()
-    (found,) = quiet(tmp_path).test(task, datamodule=Theirs(), verbose=False)
-    assert found["test/accuracy"] == pytest.approx(right)
 
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"mixup": 1.0}, {}])

@@ -11,7 +11,6 @@ from attnkit.tasks.images import scan
 from attnkit.tasks.images.decode import (
     Read,
     UndecodableImageError,
-    header_size,
     pixel_sums,
     read_file,
     read_image,
@@ -46,14 +45,6 @@ def test_an_image_of_the_right_size_is_read_exactly(tmp_path):
     assert torch.equal(read, as_tensor(pixels))
 
 
-def test_the_centre_square_is_kept(tmp_path):
-    pixels = gradient(13, 5)
-    path = saved(Image.fromarray(pixels), tmp_path / "wide.png")
-    assert torch.equal(read_image(path, 5), as_tensor(pixels[:, 4:9]))
-    path = saved(Image.fromarray(gradient(5, 13)), tmp_path / "high.png")
-    assert torch.equal(read_image(path, 5), as_tensor(gradient(5, 13)[4:9]))
-
-
 @pytest.mark.parametrize("size", [16, (12, 25)])
 @pytest.mark.parametrize(("interpolation", "crop_pct"), [("bicubic", 1.0), ("bilinear", 0.875)])
 @pytest.mark.parametrize("shape", [(50, 31), (31, 50), (97, 64)])
@@ -68,13 +59,6 @@ def test_images_are_those_of_timms_transform(tmp_path, shape, size, interpolatio
     read = read_image(saved(image, tmp_path / "a.png"), size, interpolation, crop_pct)
     # Pillow computes the weights of a box in another order.
     assert (read.int() - expected.int()).abs().max() <= 1
-
-
-def test_shrinking_is_antialiased(tmp_path):
-    checks = np.indices((28, 28)).sum(axis=0) % 2 * 255
-    path = saved(Image.fromarray(checks.astype(np.uint8)), tmp_path / "checks.png")
-    small = read_image(path, 7).float()
-    assert 110 < small.min() < small.max() < 145  # a nearest pixel would be 0 or 255
 
 
 def test_an_extreme_shape_takes_no_extreme_memory(tmp_path):
@@ -190,17 +174,6 @@ def test_decode_files_numbers_what_failed_and_sums_the_rest(tmp_path):
     assert torch.equal(again.sums, pixels.sums)
 
 
-def test_grey_is_told_by_the_pixels(tmp_path):
-    grey = Image.fromarray(gradient(7, 7)[:, :, 0])
-    paths = [
-        saved(grey, tmp_path / "l.png"),
-        saved(grey.convert("RGB"), tmp_path / "rgb.png"),
-        saved(Image.fromarray(gradient(7, 7)), tmp_path / "colour.png"),
-    ]
-    pixels = decode_files(list(map(str, paths)), Fit(7), 3, keep=False, title="")
-    assert pixels.grey.tolist() == [True, True, False]
-
-
 def test_to_channels_keeps_grey_values_and_weighs_colours():
     grey = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     assert torch.equal(to_channels(grey.expand(1, 3, 16, 16), 1), grey)
@@ -213,13 +186,6 @@ def test_pixel_sums_do_not_overflow():
     images = torch.full((2, 3, 301, 301), 255, dtype=torch.uint8)
     sums = pixel_sums(images)
     assert sums[0, 1, 0] == 255**2 * 301**2
-
-
-def test_sizes_are_read_from_the_header(tmp_path):
-    path = saved(Image.fromarray(gradient(31, 17)), tmp_path / "a.jpg")
-    assert header_size(path) == (31, 17)
-    (tmp_path / "text.png").write_text("no image")
-    assert header_size(tmp_path / "text.png") is None
 
 
 def test_what_is_not_begun_when_it_is_stopped_is_not_waited_for(monkeypatch):
@@ -240,10 +206,3 @@ def test_what_is_not_begun_when_it_is_stopped_is_not_waited_for(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         scan.decode_files(paths, Fit(2), 3, keep=False, title="decoding")
     assert 0 < len(begun) < len(paths) / 2
-
-
-def test_without_a_terminal_it_says_how_far_it_is(monkeypatch, capfd):
-    monkeypatch.setattr(scan, "_SILENT_FOR", 0)
-    assert len(list(scan.with_progress(iter([32, 32, 6]), 70, "decoding images"))) == 70
-    said = capfd.readouterr().out.splitlines()
-    assert said == [f"decoding images: {done} of 70" for done in (32, 64, 70)]

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from lightning import Trainer, seed_everything
+from lightning import seed_everything
+from made_graphs import CONSTANT, quiet
 from torch import nn
 from torch_geometric.data import Batch
 from torch_geometric.nn import GATConv, GATv2Conv
@@ -124,18 +125,8 @@ def accuracy(convolution, folder):
     data = ready(k=4, batch_size=8)
     model = OneLayer(convolution, data.in_channels, data.num_classes)
     optimizer = {"_target_": "torch.optim.Adam", "lr": 0.01}
-    constant = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
-    task = NodeClassification(model, optimizer, constant, num_classes=data.num_classes)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=60,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        check_val_every_n_epoch=60,
-    )
+    task = NodeClassification(model, optimizer, CONSTANT, num_classes=data.num_classes)
+    trainer = quiet(folder, max_epochs=60, check_val_every_n_epoch=60)
     trainer.fit(task, datamodule=data)
     assert trainer.callback_metrics["val/loss"] > 0
     return trainer.test(task, datamodule=data, verbose=False)[0]["test/accuracy"]

@@ -3,45 +3,33 @@
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
+from made_graphs import ADAM, CONSTANT, RandomGraph, quiet
 from torch.nn import functional as F
-from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN
 
 import attnkit
 from attnkit.lightning import UserError
 from attnkit.tasks.graphs import (
-    GraphDataModule,
     GraphFilesData,
     NodeClassification,
     OGBFilesData,
 )
 
-NODES, EDGES, CARRIES = 97, 401, 3
-ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02}
-CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+EDGES, CARRIES = 401, 3
 
 
-class Random(GraphDataModule):
-    """Edges with features and weights; masks of two splits."""
+class Random(RandomGraph):
+    """Edges with features and weights."""
 
     def load(self):
-        generator = torch.Generator().manual_seed(3)
-        place = torch.stack([torch.randperm(NODES, generator=generator) for _ in range(2)], dim=1)
-        return Data(
-            x=torch.randn(NODES, 5, generator=generator),
-            y=torch.arange(NODES) % 11 % 3,
-            edge_index=torch.randint(0, NODES, (2, EDGES), generator=generator),
-            edge_attr=torch.randint(0, 9, (EDGES, CARRIES), generator=generator),
-            edge_weight=torch.rand(EDGES, 1, generator=generator),
-            train_mask=place < 31,
-            val_mask=(place >= 31) & (place < 54),
-            test_mask=(place >= 54) & (place < 83),
-        )
+        generator = torch.Generator().manual_seed(4)
+        attributes = torch.randint(0, 9, (EDGES, CARRIES), generator=generator)
+        weights = torch.rand(EDGES, 1, generator=generator)
+        return super().load().update({"edge_attr": attributes, "edge_weight": weights})
 
 
 def ready(**options):
-    data = Random(**options)
+    data = Random(3, **options)
     with pytest.warns(UserWarning, match=r"edges carry edge_attr \[401, 3\] and edge_weight \[401"):
         data.setup()
     return data
@@ -49,13 +37,6 @@ def ready(**options):
 
 def task_of(model, **options):
     return NodeClassification(model, ADAM, CONSTANT, num_classes=3, **options).eval()
-
-
-def quiet(folder, **options):
-    options |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(
-        accelerator="cpu", default_root_dir=folder, enable_model_summary=False, **options
-    )
 
 
 def models():

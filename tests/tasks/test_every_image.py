@@ -7,8 +7,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from lightning import LightningDataModule, Trainer
+from lightning import LightningDataModule
 from PIL import Image
+from task_support import quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import Compose, v2
@@ -26,9 +27,7 @@ SIDE = 8
 CLASSES = ("ant", "bee")
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def noise(seed, dtype=np.uint8, top=255, shape=(SIDE, SIDE)):
@@ -49,13 +48,6 @@ def tree(root, counts, classes=CLASSES):
     return paths
 
 
-def trainer(folder, **options):
-    return Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, default_root_dir=folder, **options,
-    )  # fmt: skip
-
-
 def task_of(data, **options):
     """A linear module with random weights, of what the data module says."""
     facts = data.describe() if hasattr(data, "describe") else describe_batches(data)
@@ -72,7 +64,7 @@ def trained(root, **options):
     data = ImageFolderData(root, image_size=SIDE, augment=None, num_workers=0, **options)
     data.setup("fit")
     task = task_of(data)
-    trainer(root, max_steps=1, limit_val_batches=0).fit(task, datamodule=data)
+    quiet(root, max_steps=1, limit_val_batches=0).fit(task, datamodule=data)
     return data, task
 
 
@@ -83,7 +75,7 @@ def pixels_of(data, split):
 def predicted(task, images, folder):
     """The batch that `run=predict` and `run=explain images=…` have, and what is said of it."""
     data = PredictData(images, image_size=SIDE, in_channels=task.in_channels)
-    data.trainer = trainer(folder)
+    data.trainer = quiet(folder)
     data.trainer.strategy.connect(task)
     data.setup("predict")
     return next(iter(data.predict_dataloader()))
@@ -91,7 +83,7 @@ def predicted(task, images, folder):
 
 def number_tested(task, data, folder, capfd):
     capfd.readouterr()
-    trainer(folder).test(task, datamodule=data, verbose=False)
+    quiet(folder).test(task, datamodule=data, verbose=False)
     said = capfd.readouterr()
     return int(re.search(r"^test: (\d+) images", said.out + said.err, re.M)[1])
 
@@ -153,7 +145,7 @@ def test_a_new_folder_may_hold_test_alone_and_lack_classes(tmp_path, capfd):
     with pytest.raises(UserError, match="test_fraction: 1 leaves nothing to train on"):
         every.setup("fit")
     new = ImageFolderData(data.root)
-    new.trainer = trainer(tmp_path)
+    new.trainer = quiet(tmp_path)
     new.trainer.strategy.connect(task)
     new.setup("test")  # as `run=explain` does
     assert len(new.test_dataloader().dataset) == len(data.sets["test"])
@@ -172,7 +164,7 @@ def test_new_folders_that_cannot_be_tested(tmp_path, make, message):
     _, task = trained(tmp_path / "old")
     make(tmp_path / "new")
     with pytest.raises(UserError, match=message) as error:
-        trainer(tmp_path).test(task, datamodule=ImageFolderData(tmp_path / "new"))
+        quiet(tmp_path).test(task, datamodule=ImageFolderData(tmp_path / "new"))
     assert len(str(error.value).splitlines()) <= 3
 
 
@@ -480,7 +472,7 @@ def test_pixels_that_are_normalised_in_an_unknown_way_are_asked_for(tmp_path, fi
     images, _ = next(iter(data.test_dataloader()))
     if name == "described":  # a linear model of which the first batch says it
         task.optimizer = lambda parameters: torch.optim.SGD(parameters, 0.0)
-        fit = trainer(tmp_path, max_epochs=1, limit_val_batches=0)
+        fit = quiet(tmp_path, max_epochs=1, limit_val_batches=0)
         fit.fit(task, datamodule=data)
         fit.save_checkpoint(tmp_path / "end.ckpt")
         checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=True)

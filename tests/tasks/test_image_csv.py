@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.metrics import average_precision_score, f1_score, r2_score
+from task_support import quiet
 
 import attnkit
 from attnkit.launch.main import main
@@ -236,14 +236,6 @@ def test_a_list_of_one_column_holds_0_and_1(digits, tmp_path):
     assert one.class_names == ["0", "1"]
 
 
-QUIET = {"logger": False, "accelerator": "cpu", "enable_progress_bar": False,
-         "enable_model_summary": False}  # fmt: skip
-
-
-def quiet(folder, **options):
-    return Trainer(default_root_dir=folder, enable_checkpointing=False, **QUIET, **options)
-
-
 def module_for(data, kind=ImageValues):
     facts = data.describe()
     known = {name: facts[name] for name in ("image_size", "in_channels", "num_classes")}
@@ -307,7 +299,7 @@ def test_thresholds_are_those_of_the_averaged_weights(digits, tmp_path):
         ),
     ]
     options = {"max_epochs": 3, "check_val_every_n_epoch": 2, "callbacks": [EMA(0.9), *saved]}
-    Trainer(**{**QUIET, **options}, default_root_dir=tmp_path).fit(module, datamodule=data)
+    quiet(tmp_path, enable_checkpointing=True, **options).fit(module, datamodule=data)
     val = data.sets["val"]
     for name in ("best", "last"):
         state = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]

@@ -4,7 +4,8 @@ from itertools import chain
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import LightningModule
+from task_support import quiet
 from torch import nn
 from torchvision.transforms.v2 import functional as F
 
@@ -52,19 +53,6 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trainer(folder, **options):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        **options,
-    )
-
-
 def some_images(count=40, side=6, channels=1):
     # Each image is known by its first pixel.
     images = torch.randint(0, 256, (count, channels, side, side), dtype=torch.uint8)
@@ -106,15 +94,6 @@ def test_small_classes_keep_their_training_images():
     assert labels[val].tolist() == labels[test].tolist() == [0]
 
 
-def test_given_splits_are_left_alone():
-    splits = {"train": some_images(), "test": some_images(6)}
-    data = OwnData(splits)
-    data.setup()
-    assert len(data.sets["test"]) == 6
-    assert len(data.sets["val"]) == 4
-    assert len(data.sets["train"]) == 36
-
-
 def test_memory_images_are_views_of_one_tensor():
     images = some_images()
     part = images.select(torch.tensor([7, 3, 11])).select(torch.tensor([2, 0]))
@@ -132,7 +111,7 @@ def test_training_batches_are_augmented_and_others_are_not(tmp_path):
         augment=Augment(horizontal_flip=1.0),
     )
     module = Recorder()
-    run = trainer(tmp_path, max_epochs=1)
+    run = quiet(tmp_path, max_epochs=1)
     run.fit(module, datamodule=data)
     run.test(module, datamodule=data, verbose=False)
     sizes = [len(labels) for _, labels in module.batches["train"]]
@@ -157,7 +136,7 @@ def test_everything_random_follows_the_seed(tmp_path):
             batch_size=8,
             augment={"translate": 0.4, "erase_probability": 0.5, "crop_min_area": 0.5},
         )
-        trainer(tmp_path, max_epochs=epochs, limit_val_batches=0).fit(module, datamodule=data)
+        quiet(tmp_path, max_epochs=epochs, limit_val_batches=0).fit(module, datamodule=data)
         return [images for images, _ in module.batches["train"]]
 
     first, again, other = run(1, 5), run(1, 6), run(2, 5, epochs=1)
@@ -177,7 +156,7 @@ def test_augmentation_leaves_the_models_random_numbers_alone(tmp_path):
     def state_after(augment):
         torch.manual_seed(7)
         data = OwnData({"train": some_images_fixed()}, augment=augment)
-        trainer(tmp_path, max_epochs=1, limit_val_batches=0).fit(Recorder(), datamodule=data)
+        quiet(tmp_path, max_epochs=1, limit_val_batches=0).fit(Recorder(), datamodule=data)
         return torch.get_rng_state()
 
     assert torch.equal(state_after(None), state_after(Augment(translate=0.3)))
@@ -186,7 +165,7 @@ def test_augmentation_leaves_the_models_random_numbers_alone(tmp_path):
 def test_images_are_fitted_on_the_way(tmp_path):
     module = Recorder()
     data = OwnData({"train": some_images(30)}, image_size=10, in_channels=3, augment=None)
-    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    quiet(tmp_path, max_epochs=1).fit(module, datamodule=data)
     images, _ = module.batches["train"][0]
     assert images.shape == (22, 3, 10, 10)
     assert torch.equal(images[:, 0], images[:, 2])
@@ -198,7 +177,7 @@ def test_sizes_that_are_no_squares_keep_the_shape_of_things(tmp_path):
     module = Recorder()
     options = {"image_size": (12, 8), "interpolation": "bilinear", "augment": None}
     data = OwnData({"train": some_images(30)}, **options)
-    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    quiet(tmp_path, max_epochs=1).fit(module, datamodule=data)
     images, _ = module.batches["val"][0]
     assert images.shape == (4, 1, 12, 8)
     # The middle columns of the square, not the square made narrow.
@@ -213,7 +192,7 @@ def test_sizes_that_are_no_squares_keep_the_shape_of_things(tmp_path):
 def test_crop_pct_leaves_out_the_border(tmp_path):
     module = Recorder()
     data = OwnData({"train": some_images(30, side=8)}, image_size=8, crop_pct=0.5, augment=None)
-    trainer(tmp_path, max_epochs=1).fit(module, datamodule=data)
+    quiet(tmp_path, max_epochs=1).fit(module, datamodule=data)
     images, _ = module.batches["val"][0]
     large = F.resize(data.sets["val"].images, [16, 16], F.InterpolationMode.BICUBIC)
     assert torch.equal(images, large[data.sets["val"].rows][..., 4:12, 4:12])
@@ -231,7 +210,7 @@ def test_what_was_not_asked_for_follows_the_module(tmp_path):
     module = Recorder()
     module.image_size, module.in_channels, module.interpolation = 7, 3, "nearest"
     data = OwnData({"train": some_images(30)}, augment=None)
-    trainer(tmp_path).test(module, datamodule=data, verbose=False)
+    quiet(tmp_path).test(module, datamodule=data, verbose=False)
     assert module.batches["test"][0][0].shape[1:] == (3, 7, 7)
     assert data.interpolation == "nearest"
 
@@ -242,7 +221,7 @@ def test_balanced_sampling_gives_classes_equal_shares(tmp_path):
     data = OwnData({"train": MemoryImages(images, labels), "val": some_images(9)}, seed=3,
                    sampling="balanced", test_fraction=0.1, batch_size=9, augment=None)  # fmt: skip
     module = Recorder()
-    trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
+    quiet(tmp_path, max_epochs=2).fit(module, datamodule=data)
     epochs = module.batches["train"][:6], module.batches["train"][6:]
     seen = [torch.cat([batch[0][:, 0, 0, 0] for batch in epoch]) for epoch in epochs]
     assert [len(numbers) for numbers in seen] == [54, 54]
@@ -302,7 +281,7 @@ def test_a_few_batches_of_the_test_are_of_all_classes(tmp_path):
     for limit in (2, 2, 1.0):
         module, data = Recorder(), OwnData(splits, names, batch_size=10)
         limits = {"limit_val_batches": limit, "limit_test_batches": limit}
-        run = trainer(tmp_path, **limits)
+        run = quiet(tmp_path, **limits)
         run.validate(module, datamodule=data, verbose=False)
         run.test(module, datamodule=data, verbose=False)
         labels = [torch.cat([batch[1] for batch in module.batches[s]]) for s in ("val", "test")]

@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch_geometric.data import Data
+from made_graphs import ADAM, CONSTANT, RandomGraph, quiet
+from made_graphs import ready as a_graph
 from torch_geometric.nn import GAT as PyGGAT
 
 import attnkit
 from attnkit.lightning import ExactResume, UserError
-from attnkit.tasks.graphs import GraphDataModule, InNeighbors, NodeClassification
+from attnkit.tasks.graphs import InNeighbors, NodeClassification
 from attnkit.tasks.graphs.sampling import Layers, layerwise
 
-NODES, CHANNELS = 211, 11
-ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02}
-CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+NODES, CHANNELS = 211, 5
 
 
 def edges(count=1013):
@@ -22,20 +20,6 @@ def edges(count=1013):
     generator = torch.Generator().manual_seed(0)
     star = torch.stack([torch.arange(NODES), torch.full((NODES,), 3)])
     return torch.cat([torch.randint(0, NODES - 7, (2, count), generator=generator), star], dim=1)
-
-
-class Random(GraphDataModule):
-    def load(self):
-        generator = torch.Generator().manual_seed(3)
-        part = torch.randperm(NODES, generator=generator)
-        return Data(
-            x=torch.randn(NODES, CHANNELS, generator=generator),
-            y=torch.randint(0, 5, (NODES,), generator=generator),
-            edge_index=edges(),
-            train_mask=part < 61,
-            val_mask=(part >= 61) & (part < 84),
-            test_mask=(part >= 84) & (part < 123),
-        )
 
 
 def models():
@@ -81,26 +65,12 @@ def test_models_that_look_everywhere_have_no_layers_of_their_own():
     assert attnkit.GraphTransformer(CHANNELS, 16, 5, heads=2).hops is None
 
 
-def quiet(folder, **options):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        **{"enable_checkpointing": False, **options},
-    )
-
-
 def ready(**options):
-    data = Random(**options)
-    data.setup()
-    return data
+    return a_graph(5, **options)
 
 
 def task_of(model):
-    names = [str(number) for number in range(5)]
+    names = list("abcde")
     return NodeClassification(model, ADAM, CONSTANT, num_classes=5, class_names=names)
 
 
@@ -110,7 +80,7 @@ def test_metrics_and_predictions_are_those_of_the_whole_graph(tmp_path):
     results = [quiet(tmp_path).test(task, data, verbose=False)[0] for data in (whole, batches)]
     assert results[1] == pytest.approx(results[0], rel=1e-5)
     rows = [quiet(tmp_path).predict(task, data)[0] for data in (whole, batches)]
-    assert rows[1]["node"] == list(range(NODES))
+    assert rows[1]["node"] == list(range(97))
     assert rows[1]["label"] == rows[0]["label"]
     assert rows[1]["probability"] == pytest.approx(rows[0]["probability"], abs=1e-5)
     sampled = ready(batch_size=16, num_neighbors=[1, 1], evaluation="sampled")
@@ -154,9 +124,9 @@ def test_sampled_training_goes_on_in_the_middle_of_an_epoch(tmp_path, workers):
     def fit(resume=None):
         torch.manual_seed(5 if resume is None else 77)
         task = task_of(attnkit.GAT(CHANNELS, 16, 5, heads=2))
-        data = Random(batch_size=16, num_neighbors=[2, 2], num_workers=workers)
+        data = RandomGraph(5, batch_size=16, num_neighbors=[2, 2], num_workers=workers)
         saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
-        options = {"max_steps": 6, "enable_checkpointing": True}  # of four an epoch
+        options = {"max_steps": 6, "enable_checkpointing": True}  # of two an epoch
         trainer = quiet(tmp_path, callbacks=[saving, ExactResume()], **options)
         trainer.fit(task, data, ckpt_path=resume, weights_only=True)
         return task.state_dict()

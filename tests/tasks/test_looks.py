@@ -63,16 +63,6 @@ def test_shares_of_a_case_made_by_hand(kind):
         assert look.num_words == 2
 
 
-def test_uniform_attention_is_chance():
-    tokenizer = WordTokenizer.build([CAPTION])
-    ids = torch.tensor([[*tokenizer.encode(CAPTION), 2]])
-    masks = torch.rand(1, 2, 6, 8) < 0.3
-    metric = ObjectLooks(1, 1)
-    weights = torch.full((1, 1, 1, ids.shape[1], 12), 1 / 12)
-    metric.update(ids, weights, masks, [SCENE], (3, 4), tokenizer)
-    assert [look.ratio for look in metric.compute()] == pytest.approx([1.0, 1.0])
-
-
 def test_what_names_nothing_is_not_counted():
     tokenizer = WordTokenizer.build([CAPTION, "a red star above a blue heart"])
     metric = ObjectLooks(1, 1)

@@ -6,10 +6,10 @@ import json
 import pytest
 import sklearn.metrics
 import torch
-from lightning import Trainer, seed_everything
+from lightning import seed_everything
+from made_graphs import ADAM, CONSTANT, RandomGraph, quiet, ready
 from torch import nn
 from torch.nn import functional as F
-from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN
 
 import attnkit
@@ -18,46 +18,8 @@ from attnkit.layers.graph.blocks import SparseDropout, SparseLinear
 from attnkit.lightning import ClassReport, UserError
 from attnkit.tasks.graphs import (
     DigitsGraphData,
-    GraphDataModule,
     NodeClassification,
 )
-
-ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02, "weight_decay": 5e-4}
-CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
-
-
-def quiet(folder, **options):
-    return Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        **options,
-    )
-
-
-class Random(GraphDataModule):
-    """A random graph; masks of 31 nodes to train, 23 to validate, 29 to test."""
-
-    def __init__(self, classes=7, **options):
-        super().__init__(**options)
-        self.classes = classes
-        self.class_names = list("abcdefg"[:classes])
-
-    def load(self):
-        generator = torch.Generator().manual_seed(3)
-        part = torch.randperm(97, generator=generator)
-        return Data(
-            x=torch.randn(97, 5, generator=generator),
-            y=torch.randint(0, self.classes, (97,), generator=generator),
-            edge_index=torch.randint(0, 97, (2, 401), generator=generator),
-            train_mask=part < 31,
-            val_mask=(part >= 31) & (part < 54),
-            test_mask=(part >= 54) & (part < 83),
-        )
 
 
 def task_of(data, **options):
@@ -68,16 +30,9 @@ def task_of(data, **options):
     return NodeClassification(model, ADAM, CONSTANT, num_classes=data.num_classes, **options)
 
 
-def ready(classes=7, **options):
-    data = Random(classes, **options)
-    data.setup()
-    return data
-
-
 def test_a_device_takes_the_batch_and_leaves_the_graph():
     """PyG moves a graph in place: a test on a GPU compared keys of both devices."""
-    data = Random()
-    data.setup()
+    data = ready()
     batches = [next(iter(data.loader(split))) for split in ("train", "val", "test", "predict")]
     for batch in batches:
         batch.to("meta")
@@ -86,7 +41,7 @@ def test_a_device_takes_the_batch_and_leaves_the_graph():
     (batch,) = data.train_dataloader()
     assert batch.x is data.graph.x
     with pytest.raises(RuntimeError, match="call setup"):
-        Random().train_dataloader()
+        RandomGraph().train_dataloader()
     assert {tensor.device.type for tensor in data.graph.to_dict().values()} == {"cpu"}
     assert data.training_keys().device.type == "cpu"
 
@@ -128,7 +83,7 @@ def test_gradients_are_those_of_the_training_nodes():
 
 @pytest.mark.parametrize("batch_size", [None, 7])
 def test_two_classes_have_the_area_under_the_roc_curve(tmp_path, batch_size):
-    data = Random(2, batch_size=batch_size, num_neighbors=[-1, -1])
+    data = RandomGraph(2, batch_size=batch_size, num_neighbors=[-1, -1])
     data.setup()
     task = task_of(data)
     found = quiet(tmp_path).test(task, datamodule=data, verbose=False)[0]
@@ -140,15 +95,6 @@ def test_two_classes_have_the_area_under_the_roc_curve(tmp_path, batch_size):
     assert 0 < expected < 1
     several = quiet(tmp_path).test(task_of(ready()), datamodule=ready(), verbose=False)[0]
     assert "test/auroc" not in several
-
-
-def test_batches_with_all_neighbours_have_the_metrics_of_the_whole_graph(tmp_path):
-    whole, batches = ready(), ready(batch_size=7, num_neighbors=[-1, -1])
-    task = task_of(whole)
-    results = [
-        quiet(tmp_path).test(task, datamodule=data, verbose=False)[0] for data in (whole, batches)
-    ]
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("batch_size", [None, pytest.param(64, marks=pytest.mark.slow)])
@@ -261,8 +207,7 @@ def test_from_the_command_line(tmp_path, command):
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
 def test_a_stage_computes_what_its_nodes_depend_on(layers):
-    data = Random()
-    data.setup()
+    data = ready()
     model = attnkit.GAT(5, 16, 7, num_layers=layers)
     module = NodeClassification(model, ADAM, CONSTANT, num_classes=7).eval()
     computed = []
@@ -284,8 +229,7 @@ def test_a_stage_computes_what_its_nodes_depend_on(layers):
 
 def test_another_graph_is_another_part():
     """Of the same edges too."""
-    data = Random()
-    data.setup()
+    data = ready()
     module = NodeClassification(attnkit.GAT(5, 16, 7), ADAM, CONSTANT, num_classes=7).eval()
     for graph in (data.graph, data.graph.clone().update({"x": -data.graph.x})):
         graph.edge_index = data.graph.edge_index

@@ -4,11 +4,10 @@ import csv
 
 import pytest
 import torch
-from lightning import Trainer
+from made_graphs import RandomGraph, quiet, ready
 from PIL import Image
 from sklearn.metrics import accuracy_score
 from torch import nn
-from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN
 from torch_geometric.utils import contains_self_loops, homophily, remove_self_loops
 
@@ -16,7 +15,6 @@ import attnkit
 from attnkit.lightning import UserError
 from attnkit.lightning.callbacks.results import PredictionsFile
 from attnkit.tasks.graphs import (
-    GraphDataModule,
     NodeClassification,
     NodePredictions,
     NodeReport,
@@ -27,38 +25,6 @@ from attnkit.tasks.graphs.node_report import (
     in_degrees,
     label_homophily,
 )
-
-
-class Random(GraphDataModule):
-    """A random graph of 97 nodes in 7 classes; 29 of them are for the test."""
-
-    def load(self):
-        generator = torch.Generator().manual_seed(3)
-        part = torch.randperm(97, generator=generator)
-        self.class_names = list("abcdefg")
-        return Data(
-            x=torch.randn(97, 5, generator=generator),
-            y=torch.randint(0, 7, (97,), generator=generator),
-            edge_index=torch.randint(0, 97, (2, 401), generator=generator),
-            train_mask=part < 31,
-            val_mask=(part >= 31) & (part < 68),
-            test_mask=part >= 68,
-        )
-
-
-def ready(**options):
-    data = Random(**options)
-    data.setup()
-    return data
-
-
-def quiet(folder, *callbacks):
-    silent = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    return Trainer(
-        accelerator="cpu", default_root_dir=folder, callbacks=list(callbacks), **silent
-    )  # fmt: skip
 
 
 def read(path):
@@ -110,13 +76,12 @@ def test_groups_by_degree_double_and_those_by_homophily_are_fifths():
 @pytest.mark.parametrize("batch_size", [None, 7])
 def test_a_test_leaves_tables_and_pictures(tmp_path, batch_size):
     torch.manual_seed(3)
-    data = Random(batch_size=batch_size, num_neighbors=[-1, -1])
-    data.setup()
+    data = ready(batch_size=batch_size, num_neighbors=[-1, -1])
     model = attnkit.GAT(5, 16, 7, heads=4, score="gatv2")
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     task = NodeClassification(model, num_classes=7)
-    quiet(tmp_path, NodeReport(tmp_path)).test(task, datamodule=data, verbose=False)
+    quiet(tmp_path, callbacks=[NodeReport(tmp_path)]).test(task, datamodule=data, verbose=False)
 
     graph = data.graph
     with torch.no_grad():
@@ -150,13 +115,13 @@ def test_a_test_leaves_tables_and_pictures(tmp_path, batch_size):
 def test_a_model_without_attention_leaves_accuracies_alone(tmp_path, capsys):
     data = ready()
     task = NodeClassification(GCN(5, 7, 2, 7), num_classes=7)
-    quiet(tmp_path, NodeReport(tmp_path)).test(task, datamodule=data, verbose=False)
+    quiet(tmp_path, callbacks=[NodeReport(tmp_path)]).test(task, datamodule=data, verbose=False)
     assert (tmp_path / "accuracy_by_neighbourhood.png").is_file()
     assert not (tmp_path / "attention_entropy.csv").exists()
     assert "no attention_entropy.csv" in capsys.readouterr().out
     asked = NodePredictions(tmp_path, attention=True)
     with pytest.raises(UserError, match=r"predict.attention: .*no attention"):
-        quiet(tmp_path, asked).predict(task, datamodule=data)
+        quiet(tmp_path, callbacks=[asked]).predict(task, datamodule=data)
 
 
 @pytest.mark.parametrize("heads", ["mean", "each"])
@@ -171,7 +136,7 @@ def test_a_prediction_names_the_edges_looked_at_most(tmp_path, batch_size, heads
         NodePredictions(tmp_path, attention=True, top_k=3, heads=heads),
         PredictionsFile(tmp_path / "predictions.csv"),
     ]
-    quiet(tmp_path, *callbacks).predict(task, datamodule=data)
+    quiet(tmp_path, callbacks=callbacks).predict(task, datamodule=data)
     first = read(tmp_path / "predictions.csv")[13]
     assert list(first)[:4] == ["node", "name", "label", "probability"]
     assert (first["node"], first["name"]) == ("13", "node 13")
@@ -215,7 +180,7 @@ def test_the_largest_of_each_target_are_those_of_sorting():
 
 
 def test_names_of_another_number_are_refused():
-    data = Random()
+    data = RandomGraph()
     data.node_names = ["a", "b"]
     with pytest.raises(UserError, match="expected 97 node_names, one for each node, got 2"):
         data.setup()

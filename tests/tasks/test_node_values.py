@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import sklearn.metrics
 import torch
-from lightning import Trainer, seed_everything
+from lightning import seed_everything
+from made_graphs import RandomGraph, quiet
 from torch.nn import functional as F
 from torch_geometric.data import Data
 
@@ -18,7 +19,6 @@ from attnkit.lightning import UserError
 from attnkit.tasks.graphs import (
     DigitGridsData,
     DigitsGraphData,
-    GraphDataModule,
     GraphFilesData,
     GraphsDataModule,
     NodeClassification,
@@ -34,18 +34,6 @@ from attnkit.tasks.graphs.splits import node_keys
 NODES = 97
 
 
-def quiet(folder, **options):
-    given = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(
-        accelerator="cpu",
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        **given,
-        **options,
-    )
-
-
 def values_of(target, generator, count=NODES):
     if target == "classes":
         return torch.randint(-1, 3, (count,), generator=generator)
@@ -58,20 +46,12 @@ def values_of(target, generator, count=NODES):
     return y
 
 
-class Random(GraphDataModule):
+class Random(RandomGraph):
     """A random graph; a fifth of the labels or numbers is unknown."""
 
     def load(self):
-        generator = torch.Generator().manual_seed(3)
-        part = torch.randperm(NODES, generator=generator)
-        return Data(
-            x=torch.randn(NODES, 5, generator=generator),
-            y=values_of(self.target, generator),
-            edge_index=torch.randint(0, NODES, (2, 401), generator=generator),
-            train_mask=part < 31,
-            val_mask=(part >= 31) & (part < 54),
-            test_mask=part >= 54,
-        )
+        y = values_of(self.target, torch.Generator().manual_seed(3))
+        return super().load().update({"y": y})
 
 
 class Made(GraphsDataModule):

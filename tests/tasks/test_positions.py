@@ -2,34 +2,30 @@
 
 import pytest
 import torch
-from lightning import Trainer
-from torch_geometric.data import Data
+from made_graphs import RandomGraph, quiet
 from torch_geometric.utils import to_dense_adj, to_undirected
 
 import attnkit
 from attnkit.launch.main import main
 from attnkit.lightning import UserError
-from attnkit.tasks.graphs import GraphDataModule, NodeClassification
+from attnkit.tasks.graphs import NodeClassification
 from attnkit.tasks.graphs.features import node_positions
 
 NODES, DIM = 127, 5  # more than 100, from which on PyG's eigenvectors are sparse
 
 
-class Random(GraphDataModule):
+class Simple(RandomGraph):
+    """Connected, without loops and repeated edges."""
+
     def load(self):
-        generator = torch.Generator().manual_seed(3)
-        part = torch.randperm(NODES, generator=generator) % 3
-        edges = torch.randint(0, NODES, (2, 401), generator=generator)
-        return Data(
-            x=torch.randn(NODES, 3, generator=generator),
-            y=torch.randint(0, 2, (NODES,), generator=generator),
-            edge_index=edges[:, edges[0] != edges[1]].unique(dim=1),
-            **{f"{name}_mask": part == n for n, name in enumerate(("train", "val", "test"))},
-        )
+        data = super().load()
+        ring = torch.arange(NODES)
+        edges = torch.cat([data.edge_index, torch.stack([ring, ring.roll(1)])], dim=1)
+        return data.update({"edge_index": edges[:, edges[0] != edges[1]].unique(dim=1)})
 
 
 def ready(**options):
-    data = Random(**options)
+    data = Simple(2, NODES, **options)
     data.setup()
     return data
 
@@ -77,19 +73,15 @@ def test_batches_carry_those_of_their_nodes():
 @pytest.mark.parametrize(
     ("positions", "model", "message"),
     [
-        ("laplacian", attnkit.GAT(3, 8, 2), "GAT reads none; model=graph_transformer does"),
-        ("laplacian", attnkit.GraphTransformer(3, 8, 2, position_dim=4), "Transformer reads 4"),
-        (None, attnkit.GraphTransformer(3, 8, 2, position_dim=4), "data.position_dim=4, .* null"),
+        ("laplacian", attnkit.GAT(5, 8, 2), "GAT reads none; model=graph_transformer does"),
+        ("laplacian", attnkit.GraphTransformer(5, 8, 2, position_dim=4), "Transformer reads 4"),
+        (None, attnkit.GraphTransformer(5, 8, 2, position_dim=4), "data.position_dim=4, .* null"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, positions, model, message):
-    silent = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, **silent)
     data = ready(positions=positions, position_dim=DIM)
     with pytest.raises(UserError, match=message):
-        trainer.test(NodeClassification(model, num_classes=2), datamodule=data)
+        quiet(tmp_path).test(NodeClassification(model, num_classes=2), datamodule=data)
 
 
 def test_the_model_learns_their_number_from_the_data(tmp_path, monkeypatch, capfd):
@@ -116,7 +108,7 @@ def test_training_reads_the_positions_of_the_nodes_it_reads(global_attention):
     graph = data.graph
     graph.train_mask = torch.arange(NODES) < 2
     model = attnkit.GraphTransformer(
-        3, 8, 2, num_layers=1, global_attention=global_attention, position_dim=DIM
+        5, 8, 2, num_layers=1, global_attention=global_attention, position_dim=DIM
     )
     task = NodeClassification(model, num_classes=2).eval()
     logits, labels = task._of_stage("train", graph)

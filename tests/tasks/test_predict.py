@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
 from PIL import Image
+from task_support import quiet
 from torch import nn
 
 from attnkit.lightning import UserError
@@ -22,13 +22,6 @@ def tree(tmp_path):
     return tmp_path / "images"
 
 
-def predict(task, data, folder):
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=folder
-    )
-    return trainer.predict(task, datamodule=data)
-
-
 @pytest.fixture
 def task():
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 49, 7))
@@ -40,7 +33,7 @@ def test_folder(tree, task, tmp_path, capfd, num_workers):
     (tree / "a" / "broken.png").write_bytes(b"")
     (tree / "notes.txt").write_text("no image")
     data = PredictData(tree, image_size=7, batch_size=4, num_workers=num_workers)
-    batches = predict(task, data, tmp_path)
+    batches = quiet(tmp_path).predict(task, datamodule=data)
     paths = [path for batch in batches for path in batch["path"]]
     names = ["a/0.png", "a/1.png", "a/2.png", "b/deep/0.png", "b/deep/1.png", "b/deep/2.png"]
     assert paths == [str(tree / name) for name in names]
@@ -59,7 +52,7 @@ def test_pixels_are_those_of_training(tree, task):
     assert seen == {image.numpy().tobytes() for image in trained}
 
 
-def test_one_file_grey(tree, task, tmp_path):
+def test_one_file_grey(tree, task):
     data = PredictData(tree / "a" / "1.png", image_size=5, in_channels=1)
     data.setup("predict")
     (images, paths), *_ = data.predict_dataloader()
@@ -69,7 +62,9 @@ def test_one_file_grey(tree, task, tmp_path):
 
 def test_only_broken_files_give_no_rows(tmp_path, task, capfd):
     (tmp_path / "broken.png").write_bytes(b"")
-    batches = predict(task, PredictData(tmp_path / "broken.png", image_size=7), tmp_path)
+    batches = quiet(tmp_path).predict(
+        task, datamodule=PredictData(tmp_path / "broken.png", image_size=7)
+    )
     assert [batch["label"] for batch in batches] == [[]]
     assert "broken.png" in capfd.readouterr().err
 
@@ -93,7 +88,7 @@ def test_wrong_arguments_are_named(tmp_path, arguments, message):
 @pytest.mark.parametrize("other", [{"image_size": 9}, {"image_size": 7, "in_channels": 1}])
 def test_images_the_module_was_not_made_for_are_refused(tree, task, tmp_path, other):
     with pytest.raises(UserError, match=f"data.{list(other)[-1]}: got"):
-        predict(task, PredictData(tree, **other), tmp_path)
+        quiet(tmp_path).predict(task, datamodule=PredictData(tree, **other))
 
 
 def test_missing_images_are_named(tmp_path):

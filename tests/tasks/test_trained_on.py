@@ -5,8 +5,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
 from PIL import Image
+from task_support import quiet
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN
@@ -30,9 +30,7 @@ COUNT = 24
 MEAN = {"mean": [0.5] * 3, "std": [0.5] * 3}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def draw(path, seed):
@@ -75,12 +73,6 @@ def captioner(data):
 
 
 TASKS = {"images": (labelled, classifier), "captions": (captioned, captioner)}
-
-
-def quiet(folder, **options):
-    names = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
-    silent = dict.fromkeys(names, False)
-    return Trainer(accelerator="cpu", default_root_dir=folder, **silent, **options)
 
 
 def trained(root, make, module_of):

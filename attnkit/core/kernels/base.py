@@ -1,10 +1,8 @@
 """The base class of kernels, and the reasons and helpers that several kernels share."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn import functional as F
 
+from attnkit.core.contexts import Opened
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.base import Mask
@@ -29,8 +28,6 @@ TRACED_PARTS = 16
 the operators of every part."""
 
 NOT_EXACT = "gives bits that may depend on the batch or on threads, inside attnkit.exact()"
-
-_IS_COUNTED = ContextVar("_IS_COUNTED", default=False)
 
 
 class Backend:
@@ -277,23 +274,10 @@ def _refusing_gradients(
 ) -> tuple[Tensor | None, ...] | None:
     if not torch.is_grad_enabled():
         return None
-    return tuple(None if g is None else _NoSecondDerivative.apply(g, backend) for g in gradients)
-
-
-class _NoSecondDerivative(torch.autograd.Function):
-    """The identity on a gradient, whose own derivative raises an error."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, backend: str) -> Tensor:
-        ctx.backend = backend
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
-        raise RuntimeError(
-            f"the backend {ctx.backend!r} has no second derivative (create_graph=True); "
-            "backend='math' has"
-        )
+    message = (
+        f"the backend {backend!r} has no second derivative (create_graph=True); backend='math' has"
+    )
+    return torch._C._functions.DelayedError(message.encode(), len(gradients))(*gradients)
 
 
 def refuse_second_derivative(backend: str, *tensors: Tensor | None) -> None:
@@ -306,16 +290,14 @@ def refuse_second_derivative(backend: str, *tensors: Tensor | None) -> None:
         )
 
 
-@contextmanager
-def by_operators() -> Iterator[None]:
+_COUNTED: Opened[bool] = Opened("counted code")
+
+
+def by_operators() -> AbstractContextManager[object]:
     """Compute edges by torch's operators in the block, because torch cannot count other kernels."""
-    token = _IS_COUNTED.set(True)
-    try:
-        yield
-    finally:
-        _IS_COUNTED.reset(token)
+    return _COUNTED.opened(True)
 
 
 def computes_by_operators() -> bool:
     """Return whether the code runs inside `by_operators`."""
-    return _IS_COUNTED.get()
+    return bool(_COUNTED.get())

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnkit.core.contexts import Opened, dispatch_flags_kept, uncompiled
-from attnkit.core.running import RECORDING, RunningModules, functions_handled
+from attnkit.core.running import RunningModules, functions_handled
 
 KERNEL_OF_OPERATOR = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -34,44 +34,40 @@ class KernelCounts:
     """
 
     def __init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {}
-        self.shares: dict[str, dict[str, float]] = {}
+        self.calls: list[tuple[str, str, float | None]] = []
+        """The module, the kernel and its share of queries × keys of each call, in order."""
+
+    @property
+    def counts(self) -> dict[str, Counter[str]]:
+        """How often each kernel ran in each module."""
+        counts: dict[str, Counter[str]] = {}
+        for module, kernel, _ in self.calls:
+            counts.setdefault(module, Counter())[kernel] += 1
+        return counts
+
+    @property
+    def shares(self) -> dict[str, dict[str, float]]:
         """`shares[module][kernel]`: the share of queries × keys that the kernel's last call
         computed, for kernels that skip what the mask does not allow."""
-
-    def add(self, module: str, kernel: str, share: float | None = None) -> None:
-        """Count a call."""
-        self.counts.setdefault(module, Counter())[kernel] += 1
-        if share is not None:
-            self.shares.setdefault(module, {})[kernel] = share
-
-    def take_back(self, module: str, kernel: str, share: float | None) -> None:
-        """Remove a counted call that has raised; `share` is the share from before it."""
-        kernels, shares = self.counts[module], self.shares.get(module, {})
-        kernels[kernel] -= 1
-        if share is None or not kernels[kernel]:
-            shares.pop(kernel, None)
-        else:
-            shares[kernel] = share
-        if not kernels[kernel]:
-            del kernels[kernel]
-        for records in (self.counts, self.shares):
-            if not records.get(module, True):
-                del records[module]
+        shares: dict[str, dict[str, float]] = {}
+        for module, kernel, share in self.calls:
+            if share is not None:
+                shares.setdefault(module, {})[kernel] = share
+        return shares
 
     def total(self) -> Counter[str]:
         """Return how often each kernel ran in all modules together."""
-        return sum(self.counts.values(), Counter())
+        return Counter(kernel for _, kernel, _ in self.calls)
 
     def __str__(self) -> str:
-        if not self.counts:
+        if not self.calls:
             return (
                 "no scaled_dot_product_attention of torch and no kernel of attnkit ran; "
                 "attention that a model computes by other operators is not counted"
             )
-        rows = {"module": "kernels"}
+        rows, all_shares = {"module": "kernels"}, self.shares
         for module, kernels in self.counts.items():
-            shares = self.shares.get(module, {})
+            shares = all_shares.get(module, {})
             ran = (
                 f"{kernel} ×{times}"
                 + (f" ({shares[kernel]:.3f} of the dense cost)" if kernel in shares else "")
@@ -136,16 +132,7 @@ class _Recorder:
     def add(self, kernel: str, share: float | None = None) -> None:
         if any(self in paused for paused in _PAUSED.get()):
             return
-        module = self.running.innermost()
-        before = self.record.shares.get(module, {}).get(kernel)
-
-        def ended(has_raised: bool) -> None:
-            if has_raised:
-                self.record.take_back(module, kernel, before)
-
-        with RECORDING:
-            self.record.add(module, kernel, share)
-            self.running.on_end(ended)
+        self.running.append(self.record.calls, (self.running.innermost(), kernel, share))
 
     def call(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call a function of torch; count it if it computes attention."""

@@ -15,7 +15,6 @@ from attnkit.core.capture.calls import EdgeCall
 from attnkit.core.capture.watch import watch_attention
 from attnkit.core.masks.edges import Edges
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.interpret.console import shown
 from attnkit.interpret.methods.question import Layers, Target, logits_of
 from attnkit.interpret.quantity import Of
 from attnkit.layers.graph.attention import GraphAttention
@@ -143,7 +142,7 @@ class GraphQuestion(Target):
         """Return the logits [_, classes] without the candidates in `removed` [_, candidates]."""
         keep, places = torch.ones_like(self.candidates), self.candidates.nonzero()[:, 0]
         logits = []
-        for one in shown(list(removed), "removing edges"):
+        for one in removed:
             keep[places] = ~one
             logits.append(self.ask(keep if one.any() else None))
         return torch.stack(logits)

@@ -218,7 +218,7 @@ class Report:
     def _first_batch(self, explained: Explained) -> tuple[int, Callable[[], object]]:
         """Return the size of a first batch, and a function that runs the model on it."""
         if KINDS[explained.kind].unit == "edge":
-            _, _, inputs, index = self._each(explained)[0]
+            _, inputs, index = self._each(explained)[0]
             question = GraphQuestion(explained.model, inputs, **index)
             with looking(explained.model):
                 question.prepare()
@@ -228,28 +228,22 @@ class Report:
         rest = () if explained.sentences is None else (explained.sentences[: self.batch_size],)
         return len(images), lambda: explained.model(images, *rest)
 
-    def num_steps(self, explained: Explained) -> int:
-        """Return how often `step` is called."""
-        return len(self.methods) * len(self._each(explained)) + 1
-
-    def _each(self, explained: Explained) -> list[tuple[int, str, Any, dict[str, Any]]]:
-        """Return the inputs that are explained one by one: for each its place, as in `Judged`, its
-        name, and the inputs and other arguments for `attnkit.explain`."""
+    def _each(self, explained: Explained) -> list[tuple[int, Any, dict[str, Any]]]:
+        """Return the inputs that are explained one by one: for each its place, as in `Judged`, and
+        the inputs and other arguments for `attnkit.explain`."""
         inputs, of = explained.inputs, {"of": explained.of}
         if explained.kind == "nodes":
-            each = ((node, {"index": node, **of}) for node in self.nodes or ())
-            return [(node, f"node {node}: ", inputs, asked) for node, asked in each]
+            return [(node, inputs, {"index": node, **of}) for node in self.nodes or ()]
         if explained.kind == "pairs":
             pairs = enumerate(self.pairs or ())
-            return [(place, f"{pair}: ", inputs, {"index": pair, **of}) for place, pair in pairs]
+            return [(place, inputs, {"index": pair, **of}) for place, pair in pairs]
         if explained.graphs is not None:
             given = list(explained.graphs)
-            places = ((given.index(number), number) for number in self.graphs or given)
-            return [(place, f"graph {number}: ", inputs[place], {}) for place, number in places]
+            places = (given.index(number) for number in self.graphs or given)
+            return [(place, inputs[place], {}) for place in places]
         if explained.has_sizes:
-            named = ((place, f"{explained.name(place)}: ") for place in range(len(inputs)))
-            return [(place, name, inputs[place][None], {}) for place, name in named]
-        return [(0, "", inputs, {})]
+            return [(place, image[None], {}) for place, image in enumerate(inputs)]
+        return [(0, inputs, {})]
 
     def __call__(
         self,
@@ -259,7 +253,6 @@ class Report:
         title: str = "Explanations",
         facts: Sequence[str] = (),
         against: Explained | None = None,
-        step: Callable[[str], None] = lambda doing: None,
     ) -> Findings:
         """Explain, judge and write; return the findings.
 
@@ -269,7 +262,6 @@ class Report:
             title: title of the page.
             facts: facts for the page, on the model and on the choice of images.
             against: another model with the same images.
-            step: function that is called with the name of the next step.
 
         Raises:
             ValueError, TypeError, RuntimeError: as `attnkit.explain` and `attnkit.trust`.
@@ -280,17 +272,15 @@ class Report:
             raise ValueError(f"against: expected none for {name}; {name} {why}")
         asked: Any = self.class_of(explained)
         found = []
-        for place, called, inputs, index in self._each(explained):
+        for place, inputs, index in self._each(explained):
             one, compared = explained, against
             if explained.has_sizes:
                 one, compared = explained.alone(place), against and against.alone(place)
             target = asked if one.sentences is None else one.sentences
             for method in self.methods:
-                step(f"{called}{method}")
                 seen = explain(explained.model, inputs, target, method, **index)
                 other = None if compared is None else _of_other(compared, seen)
                 found.append(Judged(method, seen, self._judged(one, seen), other, place))
-        step("the page")
         rows = kind.rows(explained, found)
         summary = kind.summary(rows)
         findings = Findings(

@@ -145,7 +145,7 @@ def fidelity_of(
     first = [ranks < k for k in ks]
     # removed sets: none; for each k the top-ranked edges; for each k all others
     removed = torch.cat([torch.zeros_like(first[0][:1]), *first, *(~one for one in first)])
-    found = answers_without(question, question.without, removed[:, None], len(removed), "fidelity")
+    found = answers_without(question, question.without, removed[:, None], 1, "removing edges")
     _, values, is_class = found[..., 0]
     lost = (values[0] - values[1:]).unflatten(0, (2, len(ks), len(orders)))
     changed = (is_class[0] - is_class[1:]).abs().unflatten(0, lost.shape)[..., 0]

@@ -327,9 +327,11 @@ class Stopwatch(Callback):
     ) -> None:
         self._note("train", trainer, pl_module)
         self.batch = batch
-        elapsed = self._laps.last - self._epochs[0][0]
-        enough = elapsed > ENOUGH and len(self._epochs) > 1
-        if enough or (elapsed > TOO_LONG and len(self.times["train"]) >= WARM_UP["train"] + 3):
+        timed = self.times["train"][WARM_UP["train"] :]
+        # the first batches may compile kernels for longer than all others take
+        elapsed = self._laps.last - self._epochs[0][0] - sum(self.times["train"]) + sum(timed)
+        enough = elapsed > ENOUGH and len(self._epochs) > 1 and len(timed) > 0
+        if enough or (elapsed > TOO_LONG and len(timed) >= 3):
             trainer.should_stop = True
 
     def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
@@ -365,7 +367,9 @@ class Stopwatch(Callback):
         """Return the seconds of the whole job if this part took `wall`; infinite without an end."""
         test = self.mean("test") * (self.batches("test") - len(self.times["test"]))
         measured = self._epochs[-1][0] - self._epochs[0][0]
-        return wall - measured + self.epochs() * self.epoch_seconds() + test
+        first = self.times["train"][: WARM_UP["train"]]
+        once = max(0.0, sum(first) - len(first) * self.mean("train"))
+        return wall - measured + once + self.epochs() * self.epoch_seconds() + test
 
     def epoch_seconds(self) -> float:
         """Return the seconds of an epoch, including validation."""

@@ -11,7 +11,6 @@ import torch
 from lightning import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, Subset
 
-from attnkit.interpret.console import steps
 from attnkit.interpret.report import Report
 from attnkit.launch import folder as folders
 from attnkit.launch.config.schema import fill
@@ -59,11 +58,7 @@ def explain(run: Run) -> dict[str, float]:
         say(fact)
     with _user_errors():
         say(f"methods: {', '.join(report.methods)}; {report.cost(explained)}")
-        with steps(report.num_steps(explained)) as step:
-            result = report(
-                explained, run.folder, title=_title(run), facts=facts, against=against,
-                step=step,
-            )  # fmt: skip
+        result = report(explained, run.folder, title=_title(run), facts=facts, against=against)
     say_table(result.table(_title(run)))
     for sentence in result.said[:1]:
         say(sentence)

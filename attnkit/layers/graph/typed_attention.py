@@ -93,11 +93,7 @@ class TypedAttention(nn.Module):
 class TypedNodeAttention(TypedAttention):
     """Attention over typed edges between typed nodes; each node type has a projection of its own.
 
-    in_channels: channels of the nodes, one number or one for each type; −1: taken from the first
-        input.
-    out_channels: channels of the output, a multiple of `heads`.
-    metadata: node types and edge types.
-    width: number of channels that a node is projected to.
+    width: number of channels that a node is projected to. The others are those of `HGTAttention`.
     """
 
     def __init__(
@@ -331,13 +327,9 @@ class HANAttention(TypedNodeAttention):
     has elu.
 
     Args:
-        in_channels: channels of the nodes, one number or one for each type; −1: taken from the
-            first input.
-        out_channels: channels of the output, a multiple of `heads`.
-        metadata: node types and edge types, as `data.metadata()` or a JSON file gives them.
+        in_channels, out_channels, metadata, dropout_p, backend: as in `HGTAttention`.
         heads: number of heads of the node-level attention.
         negative_slope: slope of the LeakyReLU.
-        dropout_p, backend: as in `MultiHeadAttention`.
 
     Raises:
         ValueError: sizes that do not divide, types that do not fit.
@@ -390,9 +382,7 @@ class HANAttention(TypedNodeAttention):
         """Compute what nodes gather from their neighbours of all types.
 
         Args:
-            x_dict: nodes [nodes, channels] by type.
-            edge_index_dict: edges by edge type, each as in `GraphAttention`, sorted once in the
-                same way; or `TypedEdges`.
+            x_dict, edge_index_dict: as in `HGTAttention`.
             return_semantic_attention_weights: return the weights of edge types too, as PyG does.
 
         Returns:

@@ -1,5 +1,7 @@
 """A Transformer decoder of words and its decoding state."""
 
+from __future__ import annotations
+
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,88 +17,6 @@ from attnkit.core.running import undone_on_error
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.transformer import Activation, DecoderBlock
 from attnkit.models.captioning.word_decoder import Logits, Memory, MemoryMask, WordDecoder, Words
-
-
-class BeamCache:
-    """The columns of a cache that the hypotheses of an item share, and the mask of their pasts.
-
-    Each step every hypothesis writes one column behind those before. A hypothesis reads its own
-    past only: a bias [batch, 1, num_beams, columns] is 0 there and −∞ elsewhere. When hypotheses
-    survive, their rows of the bias are copied; keys and values stay where they are. Every step
-    reads the columns of all hypotheses, dead ones included.
-
-    Args:
-        batch: number of items.
-        max_words: number of steps.
-        max_beams: largest number of hypotheses of an item.
-    """
-
-    def __init__(
-        self,
-        batch: int,
-        max_words: int,
-        max_beams: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.batch = batch
-        self.max_columns = max_words * max_beams
-        self.max_beams = max_beams
-        self.num_beams = 1
-        self.num_words = 0
-        self.num_columns = 0
-        self.places: list[int] = []  # the word position of each column
-        self._dtype, self._device = dtype, device
-        self._bias: Tensor | None = None
-        self._own = torch.empty(0)
-
-    def advance(self) -> Tensor | None:
-        """Add a column for each hypothesis and return the bias; None if nothing is hidden."""
-        begin, end = self.num_columns, self.num_columns + self.num_beams
-        self.places = self.places + [self.num_words] * self.num_beams
-        self.num_words += 1
-        self.num_columns = end
-        if self._bias is None:
-            return None
-        self._bias[..., begin:end] = self._own
-        return self._bias[..., :end]
-
-    def expand(self, num_beams: int) -> None:
-        """Turn the single hypothesis of each item into several with the same past."""
-        if self.num_beams != 1 or not 1 <= num_beams <= self.max_beams:
-            raise ValueError(
-                f"num_beams: expected 1 to {self.max_beams} from 1 hypothesis, "
-                f"got {num_beams} from {self.num_beams}"
-            )
-        self.num_beams = num_beams
-        if num_beams > 1:
-            shape = (self.batch, 1, num_beams, self.max_columns)
-            self._bias = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            others = ~torch.eye(num_beams, dtype=torch.bool, device=self._device)
-            self._own = self._bias.new_zeros(others.shape).masked_fill(others, -torch.inf)
-
-    def select(self, beams: Tensor) -> None:
-        """Continue from the chosen hypotheses of each item, integers [batch, num_beams]."""
-        if beams.shape != (self.batch, self.num_beams):
-            raise ValueError(
-                f"beams: expected {[self.batch, self.num_beams]}, got {list(beams.shape)}"
-            )
-        if self._bias is not None:
-            past = self._bias[..., : self.num_columns]
-            past.copy_(past.gather(2, beams[:, None, :, None].expand(past.shape)))
-
-
-def as_bias(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Return a mask [batch, positions] as a bias [batch, 1, 1, positions], 0 where True and −∞
-    elsewhere, and a mask [batch, 1, 1, 1] of the items without any position. The bias hides nothing
-    from these items, and their values must be 0."""
-    if mask is None:
-        return None, None
-    is_dead = ~mask.any(dim=1, keepdim=True)
-    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    bias = bias.masked_fill(~(mask | is_dead), -torch.inf)
-    return bias[:, None, None], is_dead[:, :, None, None]
-
 
 WordPositions = Literal["learned", "sincos", "rotary", "alibi", "relative"]
 
@@ -215,18 +135,18 @@ class TransformerDecoder(WordDecoder):
         *,
         max_words: int | None = None,
         num_beams: int = 1,
-    ) -> "TransformerState":
+    ) -> TransformerState:
         self.check(memory, None, memory_mask)
         max_words = self.max_words if max_words is None else max_words
         if not 1 <= max_words <= self.max_words:
             raise ValueError(f"max_words: expected 1 to {self.max_words}, got {max_words}")
         return TransformerState(self, memory, memory_mask, max_words, num_beams)
 
-    def step(self, words: Tensor, state: "TransformerState") -> Tensor:
+    def step(self, words: Tensor, state: TransformerState) -> Tensor:
         with undone_on_error(state, *state.caches):
             return self._step(words, state)
 
-    def _step(self, words: Tensor, state: "TransformerState") -> Tensor:
+    def _step(self, words: Tensor, state: TransformerState) -> Tensor:
         num_before = state.num_words
         bias = state.advance()
         if self.distance_bias is not None:
@@ -277,8 +197,17 @@ class TransformerDecoder(WordDecoder):
         return self.dropout(tokens)
 
 
-class TransformerState(BeamCache):
-    """The decoding state of `TransformerDecoder`: keys and values of words and memory."""
+class TransformerState:
+    """The decoding state of `TransformerDecoder`: keys and values of words and memory.
+
+    All hypotheses of an item share one cache for each block. Each step every hypothesis writes one
+    column behind those before. A hypothesis reads its own past only: a bias [batch, 1, num_beams,
+    columns] is 0 there and −∞ elsewhere. When hypotheses survive, their rows of the bias are
+    copied; keys and values stay where they are. Every step reads the columns of all hypotheses,
+    dead ones included.
+
+    max_words: number of steps. max_beams: largest number of hypotheses of an item.
+    """
 
     def __init__(
         self,
@@ -286,17 +215,66 @@ class TransformerState(BeamCache):
         memory: Tensor,
         memory_mask: Tensor | None,
         max_words: int,
-        num_beams: int,
+        max_beams: int,
     ) -> None:
-        super().__init__(len(memory), max_words, num_beams, memory.dtype, memory.device)
+        self.batch = len(memory)
+        self.max_columns = max_words * max_beams
+        self.max_beams = max_beams
+        self.num_beams = 1
+        self.num_words = 0
+        self.num_columns = 0
+        self.places: list[int] = []  # the word position of each column
+        self._bias: Tensor | None = None
+        self._own = memory.new_empty(0)  # what hypotheses see of their new columns
         self.caches = [
             block.attention.new_cache(self.batch, self.max_columns, device=memory.device)
             for block in decoder.blocks
         ]
-        self.memory_bias, is_dead = as_bias(memory_mask, memory.dtype)
-        self.memories = []
-        for block in decoder.blocks:
-            kept = block.cross_attention.remember(memory)
-            if is_dead is not None:
-                kept = KeyValueCache.of(kept.key, kept.value.masked_fill(is_dead, 0.0))
-            self.memories.append(kept)
+        self.memories = [block.cross_attention.remember(memory) for block in decoder.blocks]
+        self.memory_bias = None
+        if memory_mask is not None:
+            # an item without any position sees all of them, whose values are 0
+            is_dead = ~memory_mask.any(dim=1, keepdim=True)
+            bias = memory.new_zeros(memory_mask.shape)
+            bias = bias.masked_fill(~(memory_mask | is_dead), -torch.inf)
+            self.memory_bias = bias[:, None, None]
+            dead = is_dead[:, :, None, None]
+            self.memories = [
+                KeyValueCache.of(kept.key, kept.value.masked_fill(dead, 0.0))
+                for kept in self.memories
+            ]
+
+    def advance(self) -> Tensor | None:
+        """Add a column for each hypothesis and return the bias; None if nothing is hidden."""
+        begin, end = self.num_columns, self.num_columns + self.num_beams
+        self.places = self.places + [self.num_words] * self.num_beams
+        self.num_words += 1
+        self.num_columns = end
+        if self._bias is None:
+            return None
+        self._bias[..., begin:end] = self._own
+        return self._bias[..., :end]
+
+    def expand(self, num_beams: int) -> None:
+        """Turn the single hypothesis of each item into several with the same past."""
+        if self.num_beams != 1 or not 1 <= num_beams <= self.max_beams:
+            raise ValueError(
+                f"num_beams: expected 1 to {self.max_beams} from 1 hypothesis, "
+                f"got {num_beams} from {self.num_beams}"
+            )
+        self.num_beams = num_beams
+        if num_beams > 1:
+            shape = (self.batch, 1, num_beams, self.max_columns)
+            self._bias = self._own.new_zeros(shape)
+            others = ~torch.eye(num_beams, dtype=torch.bool, device=self._bias.device)
+            self._own = self._bias.new_zeros(others.shape).masked_fill(others, -torch.inf)
+
+    def select(self, beams: Tensor) -> None:
+        """Continue from the chosen hypotheses of each item, integers [batch, num_beams]."""
+        if beams.shape != (self.batch, self.num_beams):
+            raise ValueError(
+                f"beams: expected {[self.batch, self.num_beams]}, got {list(beams.shape)}"
+            )
+        if self._bias is not None:
+            past = self._bias[..., : self.num_columns]
+            past.copy_(past.gather(2, beams[:, None, :, None].expand(past.shape)))

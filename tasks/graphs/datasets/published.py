@@ -18,7 +18,7 @@ from attnkit.tasks.graphs.base import SPLITS
 from attnkit.tasks.graphs.data import GraphDataModule
 from attnkit.tasks.graphs.datasets.edges import read_edges
 from attnkit.tasks.graphs.datasets.nodes import read_features, read_labels
-from attnkit.tasks.graphs.datasets.part import Part
+from attnkit.tasks.graphs.datasets.part import Part, refuse_stand_in
 from attnkit.tasks.graphs.datasets.parts import Parts
 from attnkit.tasks.graphs.datasets.pyg import only_data
 
@@ -72,14 +72,15 @@ class PlanetoidData(GraphDataModule):
 
     def load(self) -> Data:
         folder, prefix = self._folder(), self.graph_name.lower()
-        if prefix == "cora":
-            files = [(folder / f"ind.cora.{part}").read_bytes() for part in PARTS]
-            digests = "".join(sha256(content).hexdigest() for content in files)
-            if sha256(digests.encode()).hexdigest() != CORA:
-                rank_zero_warn(
-                    f"{folder}: not the published files of Cora (SHA-256 differs); results are not "
-                    "comparable"
-                )
+        files = [folder / f"ind.{prefix}.{part}" for part in PARTS]
+        for file in files:
+            refuse_stand_in(file)
+        digests = "".join(sha256(file.read_bytes()).hexdigest() for file in files)
+        if prefix == "cora" and sha256(digests.encode()).hexdigest() != CORA:
+            rank_zero_warn(
+                f"{folder}: not the published files of Cora (SHA-256 differs); results are not "
+                "comparable"
+            )
         try:
             with only_data("PlanetoidData"), catch_warnings():
                 return read_planetoid_data(str(folder), prefix)

@@ -3,12 +3,10 @@
 import pytest
 import timm
 import torch
-from support import Largest
 from torch import nn
 from torch.nn import functional as F
 
 import attnkit
-from attnkit.core.running import evaluating
 
 IMAGE, DIM = 32, 12
 
@@ -42,9 +40,6 @@ def eager_weights(model, x):
     ("layers", "places"),
     [
         (None, [0, 1, 2]),
-        (-1, [2]),
-        (1, [1]),
-        ("*.0.*", [0]),
         ([-2, 0], [0, 1]),
         ("blocks.1.attn", [1]),
     ],
@@ -72,19 +67,6 @@ def test_a_model_nobody_here_wrote(layers, places):
         assert second.shape == (1, 1, 2, 17)
     assert captured_record.counts == record.counts
     assert record.total().total() == 6
-
-
-def test_only_what_was_asked_is_computed():
-    class Pooled(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x)
-
-    x = torch.randn(1, 3, 509, 2)
-    model = Pooled()
-    with Largest() as largest, attnkit.capture_attention(model, rows=0, heads=1) as captured:
-        model(x)
-    assert captured[""][0].shape == (1, 1, 1, 509)
-    assert largest.numel < 509 * 509
 
 
 class Mixed(nn.Module):
@@ -154,7 +136,6 @@ def test_a_users_module_is_served_beside_torchs_function():
     assert list(captured) == ["layers.0"]
 
 
-@pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
     ("kinds", "layers", "named"),
     [
@@ -167,11 +148,10 @@ def test_a_users_module_is_served_beside_torchs_function():
     ],
     ids=str,
 )
-def test_attention_that_is_not_seen_is_named(kinds, layers, named, grad):
+def test_attention_that_is_not_seen_is_named(kinds, layers, named):
     model = Mixed(*kinds).eval()
     x = torch.randn(2, 3, 5, 7)
     with (
-        torch.set_grad_enabled(grad),
         pytest.raises(ValueError, match=named + r"attnkit.replace_attention\(model\) first"),
         attnkit.capture_attention(model, layers),
     ):
@@ -198,46 +178,6 @@ def test_eager_layers_that_were_not_asked_for_are_left_alone():
         assert list(captured) == [name]
 
 
-def test_attention_of_others_is_not_the_models():
-    model, other = Mixed("seen"), Mixed("seen", "eager")
-    x = torch.randn(2, 3, 5, 7)
-    with attnkit.capture_attention(model) as captured:
-        other(x)
-        model(x)
-    assert {name: len(calls) for name, calls in captured.items()} == {"layers.0": 1}
-
-
-def test_a_model_without_attention():
-    model = Mixed("gate")
-    with (
-        pytest.raises(ValueError, match="model: Mixed has no attention of attnkit or of torch"),
-        attnkit.capture_attention(model),
-    ):
-        model(torch.randn(2, 3, 5, 7))
-
-
-def test_wrong_rows_name_the_layer():
-    model = make_vit()
-    with (
-        pytest.raises(IndexError, match=r"blocks.0.attn: rows: there are 17, got 17"),
-        attnkit.capture_attention(model, rows=17),
-    ):
-        model(torch.randn(1, 3, IMAGE, IMAGE))
-
-
-def test_compiled_models_of_others():
-    model = make_vit()
-    compiled = torch.compile(model, backend="eager")
-    x = torch.randn(2, 3, IMAGE, IMAGE)
-    with torch.no_grad(), evaluating(compiled):
-        expected = compiled(x)
-        with attnkit.capture_attention(compiled, layers=-1) as captured:
-            torch.testing.assert_close(compiled(x), expected)
-        torch.testing.assert_close(compiled(x), expected)
-        assert list(captured) == ["blocks.2.attn"]
-        torch.testing.assert_close(captured["blocks.2.attn"][0], eager_weights(model, x)[2])
-
-
 def test_methods_other_than_forward():
     model = make_vit()
     x = torch.randn(2, 3, IMAGE, IMAGE)
@@ -246,12 +186,11 @@ def test_methods_other_than_forward():
     assert list(captured) == ["blocks.2.attn"]
 
 
-@pytest.mark.parametrize("loops", [False, True])
-def test_a_convolution_of_torch_geometric(loops):
+def test_a_convolution_of_torch_geometric():
     from torch_geometric.nn import GATConv
 
     torch.manual_seed(1)
-    model = nn.ModuleList([GATConv(5, 7, heads=3, add_self_loops=loops)])
+    model = nn.ModuleList([GATConv(5, 7, heads=3)])
     x, edges = torch.randn(4, 5), torch.tensor([[0, 1, 2, 3, 3], [1, 2, 0, 0, 2]])
     _, (_, expected) = model[0](x, edges, return_attention_weights=True)
     with attnkit.capture_attention(model) as captured:

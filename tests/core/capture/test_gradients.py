@@ -74,11 +74,10 @@ def test_a_vit_of_timm_and_relevance_as_a_row():
     torch.testing.assert_close(row, relevance[:, 0], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_checkpointed_activations_are_told_once(recompute):
+def test_checkpointed_activations_are_told_once():
     model, x = make_vit(), images()
     expected = eager_weights_and_gradients(model, x)
-    model.set_grad_checkpointing(recompute)
+    model.set_grad_checkpointing()
     model.train()  # timm checkpoints in training
     calls, gradients = watched(model, x)
     assert len(calls) == 3
@@ -114,7 +113,6 @@ class TorchsOwn(nn.Module):
         lambda: attnkit.MultiHeadAttention(12, 3),
         lambda: TorchsOwn(True),
         lambda: TorchsOwn(False),
-        lambda: attnkit.MultiHeadAttention(12, 3, score="additive"),
     ],
 )
 def test_checkpoints_around_any_attention(make):
@@ -133,14 +131,6 @@ def test_checkpoints_around_any_attention(make):
         x.grad = None
     for plain, checkpointed in zip(*results, strict=True):
         torch.testing.assert_close(checkpointed, plain)
-
-
-def test_compiled_models_and_a_second_target():
-    model, x = make_vit(), images()
-    expected = eager_weights_and_gradients(model, x)
-    compiled = torch.compile(model, backend="eager")
-    calls, gradients = watched(compiled, x, retain_graph=True)
-    assert_gradients_are(calls, gradients, expected)
 
 
 @pytest.mark.parametrize("ours", [False, True])
@@ -165,32 +155,3 @@ def test_autocast_to_half_precision(ours):
         actual = call.weight_gradient(gradient)
         assert F.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > 0.98
     assert {weights[0].dtype for weights in captured.values()} == {torch.bfloat16}
-
-
-def test_a_layer_that_runs_twice_has_two_gradients():
-    torch.manual_seed(1)
-    layer = attnkit.MultiHeadAttention(12, 3)
-    model = nn.Sequential(layer, nn.Tanh(), layer)
-    x = torch.randn(2, 7, 12)
-    with watch_attention(model) as calls:
-        y = model(x).square().sum()
-    assert [call.layer for call in calls] == ["0", "0"]
-    for call, gradient in zip(calls, output_gradients(y, calls), strict=True):
-        values = call.value.detach()
-        torch.testing.assert_close(call.weight_gradient(gradient), gradient @ values.mT)
-    assert not torch.equal(*output_gradients_of(model, x))
-
-
-def output_gradients_of(model, x):
-    with watch_attention(model) as calls:
-        y = model(x).square().sum()
-    return output_gradients(y, calls)
-
-
-def test_edges_have_gradients_too():
-    layer = attnkit.GraphAttention(5, 7, heads=3, score="gatv2")
-    x, edges = torch.randn(4, 5), torch.tensor([[0, 1, 2, 3, 3], [1, 1, 0, 0, 2]])
-    with watch_attention(layer) as calls:
-        y = layer(x, edges).sum()
-    (gradient,) = torch.autograd.grad(y, [call.seen_in for call in calls])
-    torch.testing.assert_close(gradient, torch.ones(1, 3, 4, 7))

@@ -46,8 +46,7 @@ def inputs_of(module):
     return tensors if module.batch_first else [tensor.transpose(0, 1) for tensor in tensors]
 
 
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("need_weights", "grad"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize(
     ("name", "mask"), [*((name, "two") for name in MODULES), *(("plain", mask) for mask in MASKS)]
 )
@@ -111,8 +110,7 @@ def test_dropout_is_left_out_of_the_weights_and_refused_in_gradients():
             calls[0].weight_gradient(calls[0].output)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("padded", "grad"), [(False, True), (True, False)])
 def test_encoders_of_torch(padded, grad):
     layer = nn.TransformerEncoderLayer(DIM, 4, 17, batch_first=True)  # nested if even
     encoder = randomized(nn.TransformerEncoder(layer, 3))

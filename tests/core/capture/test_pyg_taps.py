@@ -75,119 +75,6 @@ def test_weights_are_those_that_the_convolution_returns(name):
     assert not call.weights[~counted].any()
 
 
-def sums_to_one(weights, index):
-    sums = torch.zeros(NODES, weights.shape[1]).index_add(0, index, weights)
-    torch.testing.assert_close(sums, (sums > 0).float(), atol=1e-5, rtol=0)
-
-
-def agnn(conv, x, edges):
-    x = nn.functional.normalize(x, dim=1)
-    return conv.beta * (x[edges[0]] * x[edges[1]]).sum(dim=1, keepdim=True)
-
-
-def supergat(conv, x, edges):
-    x = conv.lin(x).view(-1, HEADS, DIM)
-    source, target = x[edges[0]], x[edges[1]]
-    alpha = (source * conv.att_l).sum(-1) + (target * conv.att_r).sum(-1)
-    return nn.functional.leaky_relu(alpha * (source * target).sum(-1).sigmoid(), 0.2)
-
-
-def general(conv, x, edges):
-    message = conv.lin_msg(x[edges[0]]).view(-1, HEADS, DIM)
-    return nn.functional.leaky_relu((message * conv.att_msg).sum(-1), 0.2)
-
-
-def heat(conv, x, edges):
-    types = torch.arange(edges.shape[1]) % 2
-    features = torch.arange(edges.shape[1] * 2).view(-1, 2).float().sin()
-    x = conv.hetero_lin(x, torch.arange(NODES) % 3)
-    leaky = nn.functional.leaky_relu
-    parts = [x[edges[1]], x[edges[0]], leaky(conv.edge_type_emb(types), 0.2)]
-    return leaky(conv.att(torch.cat([*parts, leaky(conv.edge_attr_emb(features), 0.2)], 1)), 0.2)
-
-
-EXPLICIT = {
-    "AGNNConv": (lambda: pyg.AGNNConv(), agnn, True),
-    "SuperGATConv": (lambda: pyg.SuperGATConv(CHANNELS, DIM, HEADS), supergat, True),
-    "GeneralConv": (
-        lambda: pyg.GeneralConv(CHANNELS, DIM, attention=True, heads=HEADS),
-        general,
-        False,
-    ),
-    "HEATConv": (lambda: pyg.HEATConv(CHANNELS, DIM, 3, 2, 5, 2, 7, heads=HEADS), heat, False),
-}
-
-
-@pytest.mark.parametrize("name", EXPLICIT)
-def test_weights_are_those_computed_by_hand(name):
-    make, scores_of, has_loops = EXPLICIT[name]
-    x, edges = make_graph()
-    conv = randomized(make())
-    extra = {}
-    if name == "HEATConv":
-        extra["node_type"] = torch.arange(NODES) % 3
-        extra["edge_type"] = torch.arange(EDGES) % 2
-        extra["edge_attr"] = torch.arange(EDGES * 2).view(-1, 2).float().sin()
-    plain, output, (call,) = watched(conv, x, edges, **extra)
-    assert torch.equal(plain, output)
-    used = torch.ones(EDGES, dtype=torch.bool)
-    if has_loops:
-        used = edges[0] != edges[1]
-        loops = torch.arange(NODES).expand(2, -1)
-        edges = torch.cat([edges, loops], dim=1)
-        used = torch.cat([used, torch.ones(NODES, dtype=torch.bool)])
-    assert torch.equal(call.edge_index, edges)
-    assert torch.equal(call.is_added_loop, torch.arange(len(used)) >= EDGES)
-    expected = softmax(scores_of(conv, x, edges[:, used]), edges[1, used], num_nodes=NODES)
-    torch.testing.assert_close(call.weights[used], expected, atol=1e-5, rtol=0)
-    assert not call.weights[~used].any()
-    sums_to_one(call.weights, edges[1])
-
-
-def test_types_of_a_heterogeneous_graph_are_calls_of_their_own():
-    torch.manual_seed(3)
-    nodes = {"paper": torch.randn(11, CHANNELS), "author": torch.randn(7, CHANNELS)}
-    edges = {
-        ("author", "writes", "paper"): torch.stack(
-            [torch.randint(7, (23,)), torch.randint(11, (23,))]
-        ),
-        ("paper", "cites", "paper"): torch.randint(11, (2, 17)),
-    }
-    metadata = (list(nodes), list(edges))
-    for conv in (pyg.HGTConv(CHANNELS, 6, metadata, 3), pyg.HANConv(CHANNELS, 6, metadata, 3)):
-        plain, output, calls = watched(randomized(conv), nodes, edges)
-        assert torch.equal(plain["paper"], output["paper"])
-        assert [call.edge_type for call in calls] == list(edges)
-        assert [call.num_nodes for call in calls] == [(7, 11), (11, 11)]
-        for call in calls:
-            assert torch.equal(call.edge_index, edges[call.edge_type])
-        if isinstance(conv, pyg.HANConv):
-            for call in calls:
-                source, target = call.edge_index
-                kind = "__".join(call.edge_type)
-                from_, to = (
-                    conv.proj[call.edge_type[place]](nodes[call.edge_type[place]]).view(-1, 3, 2)
-                    for place in (0, 2)
-                )
-                score = (from_ * conv.lin_src[kind]).sum(-1)[source]
-                score = score + (to * conv.lin_dst[kind]).sum(-1)[target]
-                expected = softmax(nn.functional.leaky_relu(score, 0.2), target)
-                torch.testing.assert_close(call.weights, expected, atol=1e-5, rtol=0)
-        else:  # one softmax over the edges of all types into a node
-            qkv = {kind: part.view(-1, 3, 6) for kind, part in conv.kqv_lin(nodes).items()}
-            scores = []
-            for number, (kind, (source, target)) in enumerate(edges.items()):
-                relation = conv.k_rel.weight.view(3, 2, 2, 2)[:, number]  # [heads, in, out]
-                key = torch.einsum("nhd,hde->nhe", qkv[kind[0]][:, 0].view(-1, 3, 2), relation)
-                query = qkv[kind[2]][:, 1].view(-1, 3, 2)
-                score = (query[target] * key[source]).sum(-1) * conv.p_rel["__".join(kind)]
-                scores.append(score / 2**0.5)
-            index = torch.cat([call.edge_index[1] for call in calls])
-            expected = softmax(torch.cat(scores), index)
-            weights = torch.cat([call.weights for call in calls])
-            torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0)
-
-
 def test_convolutions_of_types_are_named_by_their_type():
     x, edges = make_graph()
     kinds = [("a", "sees", "b"), ("b", "sees", "b")]
@@ -195,6 +82,60 @@ def test_convolutions_of_types_are_named_by_their_type():
     _, _, calls = watched(model, {"a": x, "b": x[:11]}, {kinds[0]: edges % 11, kinds[1]: edges % 7})
     assert [call.layer for call in calls] == ["convs.<a___sees___b>", "convs.<b___sees___b>"]
     assert [call.num_nodes for call in calls] == [(13, 11), (11, 11)]
+
+
+def sums_to_one(weights, index):
+    sums = torch.zeros(int(index.max()) + 1, weights.shape[1]).index_add(0, index, weights)
+    torch.testing.assert_close(sums, (sums > 0).float(), atol=1e-5, rtol=0)
+
+
+OTHERS = {
+    "AGNNConv": (lambda: pyg.AGNNConv(), True),
+    "SuperGATConv": (lambda: pyg.SuperGATConv(CHANNELS, DIM, HEADS), True),
+    "GeneralConv": (lambda: pyg.GeneralConv(CHANNELS, DIM, attention=True, heads=HEADS), False),
+    "HEATConv": (lambda: pyg.HEATConv(CHANNELS, DIM, 3, 2, 5, 2, 7, heads=HEADS), False),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_weights_that_a_convolution_does_not_return(name):
+    make, has_loops = OTHERS[name]
+    x, edges = make_graph()
+    extra = {}
+    if name == "HEATConv":
+        extra["node_type"] = torch.arange(NODES) % 3
+        extra["edge_type"] = torch.arange(EDGES) % 2
+        extra["edge_attr"] = torch.arange(EDGES * 2).view(-1, 2).float().sin()
+    plain, output, (call,) = watched(randomized(make()), x, edges, **extra)
+    assert torch.equal(plain, output)
+    loops = torch.arange(NODES if has_loops else 0).expand(2, -1)
+    assert torch.equal(call.edge_index, torch.cat([edges, loops], dim=1))
+    assert torch.equal(call.is_added_loop, torch.arange(call.edge_index.shape[1]) >= EDGES)
+    replaced = (edges[0] == edges[1]) & has_loops
+    assert torch.equal((call.weights[:EDGES] == 0).all(1), replaced)
+    sums_to_one(call.weights, call.edge_index[1])
+
+
+@pytest.mark.parametrize("kind", [pyg.HGTConv, pyg.HANConv])
+def test_types_of_a_heterogeneous_graph_are_calls_of_their_own(kind):
+    torch.manual_seed(3)
+    nodes = {"paper": torch.randn(11, CHANNELS), "author": torch.randn(7, CHANNELS)}
+    writes = torch.stack([torch.randint(7, (23,)), torch.randint(11, (23,))])
+    cites = torch.randint(11, (2, 17))
+    edges = {("author", "writes", "paper"): writes, ("paper", "cites", "paper"): cites}
+    conv = randomized(kind(CHANNELS, 6, (list(nodes), list(edges)), 3))
+    plain, output, calls = watched(conv, nodes, edges)
+    assert torch.equal(plain["paper"], output["paper"])
+    assert [call.edge_type for call in calls] == list(edges)
+    assert [call.num_nodes for call in calls] == [(7, 11), (11, 11)]
+    for call in calls:
+        assert torch.equal(call.edge_index, edges[call.edge_type])
+    if kind is pyg.HANConv:
+        for call in calls:
+            sums_to_one(call.weights, call.edge_index[1])
+    else:  # one softmax over the edges of all types into a node
+        index = torch.cat([call.edge_index[1] for call in calls])
+        sums_to_one(torch.cat([call.weights for call in calls]), index)
 
 
 class Deep(nn.Module):

@@ -1,80 +1,192 @@
-"""What each mask means, written out; how masks combine, move and are refused."""
+"""Every mask against its definition in plain Python, in each form that kernels read; how masks are
+made, move and are refused."""
 
 import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from attnkit.core.attend import attend
-from attnkit.core.masks.base import And, Dense, as_mask
-from attnkit.core.masks.edges import Edges
-from attnkit.core.masks.grids import Blocks, Window2d
-from attnkit.core.masks.sequences import Causal, Packed, Padding, Window
+import attnkit
+from attnkit import Blocks, Causal, Dense, Edges, Packed, Padding, Window, Window2d, attend
+from attnkit.core.kernels.flex import block_mask
+from attnkit.core.masks.base import as_mask
 
 CPU = torch.device("cpu")
+BATCH, HEADS = 2, 3
+GRID = torch.rand(3, 2, 3, generator=torch.Generator().manual_seed(0)) > 0.5
+SEEN = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(1)) > 0.5
+EDGES = torch.tensor([[0, 4, 4, 2, 12, 4], [1, 0, 6, 6, 3, 0]])
 
 
-def rows(mask, num_queries, num_keys):
+def sequence(index, lengths):
+    """Which sequence a token is in, and where in it."""
+    for i, length in enumerate(lengths):
+        if index < length:
+            return i, index
+        index -= length
+    raise AssertionError("beyond the last sequence")
+
+
+def near(i, j, width, radius_h, radius_w):
+    return abs(i // width - j // width) <= radius_h and abs(i % width - j % width) <= radius_w
+
+
+def in_packed(i, j, lengths, key_lengths, rule):
+    (a, local_i), (b, local_j) = sequence(i, lengths), sequence(j, key_lengths)
+    return a == b and rule(local_i, local_j, key_lengths[a] - lengths[a])
+
+
+# mask, queries, keys, and may query i of item b and head h look at key j?
+CASES = {
+    "causal top": (Causal("top_left"), 5, 7, lambda b, h, i, j: j <= i),
+    "causal bottom": (Causal("bottom_right"), 5, 7, lambda b, h, i, j: j <= i + 2),
+    "causal, fewer keys": (Causal("bottom_right"), 7, 5, lambda b, h, i, j: j <= i - 2),
+    "causal": (Causal(), 5, 5, lambda b, h, i, j: j <= i),
+    "padding": (Padding(torch.tensor([3, 0])), 5, 7, lambda b, h, i, j: j < (3, 0)[b]),
+    "padding, booleans": (
+        Padding(torch.tensor([[True, False, True], [False, False, False]])),
+        5,
+        3,
+        lambda b, h, i, j: b == 0 and j != 1,
+    ),
+    "dense": (Dense(SEEN), 5, 7, lambda b, h, i, j: SEEN[b, h, i, j]),
+    "dense, one row": (
+        Causal("top_left") & SEEN[:, :1, :1],
+        5,
+        7,
+        lambda b, h, i, j: j <= i and SEEN[b, 0, 0, j],
+    ),
+    "window": (Window(2, 1), 7, 7, lambda b, h, i, j: -2 <= j - i <= 1),
+    "window left": (Window(None, 1), 7, 7, lambda b, h, i, j: j <= i + 1),
+    "window right": (Window(3, None), 7, 7, lambda b, h, i, j: j >= i - 3),
+    "no limit": (Window(None, None), 5, 5, lambda b, h, i, j: True),
+    "window top": (Window(2, 1, "top_left"), 5, 11, lambda b, h, i, j: -2 <= j - i <= 1),
+    "window bottom": (Window(2, 1, "bottom_right"), 5, 11, lambda b, h, i, j: -2 <= j - i - 6 <= 1),
+    "window & causal": (Window(3, 2) & Causal(), 7, 7, lambda b, h, i, j: -3 <= j - i <= 0),
+    "grid": (Window2d(3, 5, 1, 2), 15, 15, lambda b, h, i, j: near(i, j, 5, 1, 2)),
+    "grid, prefix": (
+        Window2d(5, 3, 0, 1, num_prefix_tokens=2),
+        17,
+        17,
+        lambda b, h, i, j: i < 2 or j < 2 or near(i - 2, j - 2, 3, 0, 1),
+    ),
+    "packed": (
+        Packed([3, 0, 4]),
+        7,
+        7,
+        lambda b, h, i, j: in_packed(i, j, [3, 0, 4], [3, 0, 4], lambda i, j, more: True),
+    ),
+    "packed & causal": (
+        Packed([3, 0, 4], torch.tensor([5, 1, 7])) & Causal("bottom_right"),
+        7,
+        13,
+        lambda b, h, i, j: in_packed(i, j, [3, 0, 4], [5, 1, 7], lambda i, j, m: j <= i + m),
+    ),
+    "packed & window": (
+        Packed([3, 0, 4], [5, 1, 7]) & Window(1, 2, "top_left"),
+        7,
+        13,
+        lambda b, h, i, j: in_packed(i, j, [3, 0, 4], [5, 1, 7], lambda i, j, m: -1 <= j - i <= 2),
+    ),
+    "blocks": (Blocks(GRID[0], (3, 5)), 5, 13, lambda b, h, i, j: GRID[0, i // 3, j // 5]),
+    "blocks by head": (Blocks(GRID, (3, 5)), 5, 13, lambda b, h, i, j: GRID[h, i // 3, j // 5]),
+    "edges": (
+        Edges(EDGES, 7, 13),
+        7,
+        13,
+        lambda b, h, i, j: (j, i) in [tuple(edge) for edge in EDGES.T.tolist()],
+    ),
+    "no edges": (Edges(EDGES[:, :0], 7, 13), 7, 13, lambda b, h, i, j: False),
+    "or": (
+        Window(1, 0) | Padding(torch.tensor([2, 0])),
+        7,
+        7,
+        lambda b, h, i, j: i - 1 <= j <= i or j < (2, 0)[b],
+    ),
+    "not": (
+        ~(Causal() & Padding(torch.tensor([5, 7]))),
+        7,
+        7,
+        lambda b, h, i, j: j > i or j >= (5, 7)[b],
+    ),
+    "tensor | mask": (
+        torch.eye(7, dtype=torch.bool) | Window(0, 1),
+        7,
+        7,
+        lambda b, h, i, j: i <= j <= i + 1,
+    ),
+}  # fmt: skip
+
+
+def written_out(name):
+    _, num_queries, num_keys, rule = CASES[name]
+    indices = (range(size) for size in (BATCH, HEADS, num_queries, num_keys))
+    batches, heads, rows, columns = indices
+    return torch.tensor(
+        [
+            [[[bool(rule(b, h, i, j)) for j in columns] for i in rows] for h in heads]
+            for b in batches
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dense_and_select_are_the_definition(name):
+    mask, num_queries, num_keys, _ = CASES[name]
+    expected = written_out(name)
+    mask.check(BATCH, HEADS, num_queries, num_keys)
     dense = mask.dense(num_queries, num_keys, CPU)
     assert dense.dtype == torch.bool
-    assert dense.ndim == 4
-    return ["".join("x" if may else "." for may in row) for row in dense[0, 0]]
+    assert torch.equal(dense.expand(expected.shape), expected)
+    items, heads, rows = torch.tensor([1]), torch.tensor([2, 0]), torch.tensor([4, 0, 2])
+    selected = mask.select(items, heads, rows, num_queries, num_keys)
+    assert torch.equal(selected.expand(1, 2, 3, num_keys), expected[items][:, heads][:, :, rows])
 
 
-def test_causal_alignments():
-    assert rows(Causal("top_left"), 3, 5) == ["x....", "xx...", "xxx.."]
-    assert rows(Causal("bottom_right"), 3, 5) == ["xxx..", "xxxx.", "xxxxx"]
-    assert rows(Causal("bottom_right"), 3, 2) == ["..", "x.", "xx"]
-    assert rows(Causal(), 2, 2) == ["x.", "xx"]
+@pytest.mark.parametrize("name", [name for name in CASES if "edges" not in name])
+def test_block_masks_are_the_definition(name):
+    mask, num_queries, num_keys, _ = CASES[name]
+    blocks = block_mask(mask, torch.empty(BATCH, HEADS, num_queries, 16), num_keys)
+    where = (torch.arange(size) for size in (BATCH, HEADS, num_queries, num_keys))
+    allowed = blocks.mask_mod(*torch.meshgrid(*where, indexing="ij"))
+    assert torch.equal(allowed, written_out(name))
 
 
-def test_padding_by_lengths_and_by_booleans():
-    by_lengths = Padding(torch.tensor([2, 0, 3]))
-    by_booleans = Padding(torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool))
-    expected = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)[:, None, None]
-    for mask in (by_lengths, by_booleans):
-        assert torch.equal(mask.dense(7, 3, CPU), expected)
+@pytest.mark.parametrize("name", ["packed & causal", "blocks by head"])
+def test_flex_attention_reads_block_masks(name):
+    """What FlexAttention computes from the lowered mask, which on the CPU has a forward only."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mask, num_queries, num_keys, _ = CASES[name]
+    expected = written_out(name)
+    query = torch.randn(BATCH, HEADS, num_queries, 16)
+    key, value = torch.randn(2, BATCH, HEADS, num_keys, 16).unbind()
+    blocks = block_mask(mask, query, num_keys)
+    output = flex_attention(query, key, value, block_mask=blocks)
+    wanted = attnkit.attend(query, key, value, mask=expected, backend="reference")
+    torch.testing.assert_close(output, wanted)
 
 
-def test_and_is_the_intersection_and_stays_flat():
-    some = torch.rand(3, 1, 5, 5) > 0.5
-    mask = Causal() & (Padding(torch.tensor([5, 3, 1])) & some)
-    expected = torch.ones(5, 5).tril().bool() & some
-    expected[1, :, :, 3:] = False
-    expected[2, :, :, 1:] = False
-    assert torch.equal(mask.dense(5, 5, CPU), expected)
-    assert [type(part) for part in mask.masks] == [Causal, Padding, Dense]
-    assert torch.equal((some & Causal()).dense(5, 5, CPU), (Causal() & some).dense(5, 5, CPU))
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        Causal("bottom_right"),
-        Padding(torch.tensor([7, 3])),
-        Dense(torch.rand(2, 3, 5, 7) > 0.5),
-        Dense(torch.rand(5, 1) > 0.5),
-        Causal("top_left") & Dense(torch.rand(3, 1, 7) > 0.5),
-    ],
-    ids=lambda mask: type(mask).__name__,
-)
-@pytest.mark.parametrize("items", [[1], [1, 0]], ids=str)
-def test_select_is_the_dense_mask_of_some_items_heads_and_rows(mask, items):
-    items, heads, rows = torch.tensor(items), torch.tensor([2, 0]), torch.tensor([4, 0, 2])
-    full = mask.dense(5, 7, CPU).expand(2, 3, 5, 7)
-    selected = mask.select(items, heads, rows, 5, 7).expand(len(items), 2, 3, 7)
-    assert torch.equal(selected, full[items][:, heads][:, :, rows])
-
-
-def test_masks_are_pytrees_and_move():
-    mask = Causal("bottom_right") & Padding(torch.tensor([2, 3]))
+@pytest.mark.parametrize("name", CASES)
+def test_masks_are_pytrees_and_move(name):
+    mask, num_queries, num_keys, _ = CASES[name]
     leaves, structure = pytree.tree_flatten(mask)
-    assert [leaf.tolist() for leaf in leaves] == [[2, 3]]
+    assert all(isinstance(leaf, torch.Tensor | int) for leaf in leaves)
     rebuilt = pytree.tree_unflatten(leaves, structure)
-    assert rebuilt.masks[0] == Causal("bottom_right")
-    moved = mask.to("meta")
-    assert isinstance(moved, And)
-    assert moved.masks[1].lengths.device.type == "meta"
+    sizes = num_queries, num_keys, CPU
+    assert torch.equal(rebuilt.dense(*sizes), mask.dense(*sizes))
+    moved = [leaf for leaf in pytree.tree_leaves(mask.to("meta")) if isinstance(leaf, torch.Tensor)]
+    assert all(tensor.is_meta for tensor in moved)
+
+
+def test_a_selection_builds_no_other_rows():
+    masks = [Window(3, 3), Window2d(1000, 1000, 3, 3), Packed([999_983, 17])]
+    masks += [masks[0] & masks[2], ~masks[1] | masks[2], Edges(EDGES, 1_000_000)]
+    masks += [Blocks(torch.ones(1000, 1000, dtype=torch.bool), 1000)]
+    for mask in masks:  # a whole matrix would be 1 TB
+        zero = torch.tensor([0])
+        row = mask.select(zero, zero, torch.tensor([3]), 1_000_000, 1_000_000)
+        assert row.shape == (1, 1, 1, 1_000_000)
 
 
 INTEGERS = [np.int64, np.int32, np.uint8, lambda size: torch.tensor(size)]
@@ -93,12 +205,18 @@ def test_integers_of_numpy_and_torch_are_integers(integer):
 
 
 def test_numbers_of_every_kind():
-    expected = rows(Padding([2]), 2, 4), rows(Packed([1, 3]), 4, 4)
+    expected = Padding([2]).dense(2, 4, CPU), Packed([1, 3]).dense(4, 4, CPU)
     for dtype in (np.uint8, np.int16, np.uint16, np.uint32, np.uint64):
         lengths, packed = np.array([2], dtype), torch.from_numpy(np.array([1, 3], dtype))
-        assert (rows(Padding(lengths), 2, 4), rows(Packed(packed), 4, 4)) == expected
+        assert torch.equal(Padding(lengths).dense(2, 4, CPU), expected[0])
+        assert torch.equal(Packed(packed).dense(4, 4, CPU), expected[1])
         attend(*[torch.ones(1, 1, 4, 4)] * 3, mask=Padding(lengths) & Packed(packed))
     assert Edges([[], []], 3).num_edges == 0
+
+
+def test_and_stays_flat():
+    mask = Causal() & (Padding(torch.tensor([5, 3, 1])) & torch.ones(5, 5).bool())
+    assert [type(part) for part in mask.masks] == [Causal, Padding, Dense]
 
 
 @pytest.mark.parametrize("form", [torch.tensor, np.array, list, tuple])
@@ -131,7 +249,6 @@ def test_masks_take_lists_and_arrays(form):
         (lambda: Padding([1.0]), TypeError, "lengths: expected integers"),
         (lambda: Packed([[1], [2, 3]]), TypeError, "lengths: expected a tensor or a list"),
         (lambda: Causal("left"), ValueError, "align: expected 'top_left' or 'bottom_right'"),
-        (lambda: Padding(torch.tensor([1.0])), TypeError, "lengths: expected integers"),
         (lambda: Padding(torch.ones(2, 3).int()), ValueError, r"expected the shape \[batch\]"),
         (lambda: Padding(torch.ones(3).bool()), ValueError, r"boolean Padding is \[batch, keys\]"),
         (lambda: Dense(torch.zeros(2, 2)), TypeError, "True = may look.*additive terms go into"),
@@ -159,9 +276,37 @@ def test_masks_take_lists_and_arrays(form):
             (lambda given=given: Edges([[0], [1]], *given), TypeError, "expected the number of")
             for given in ((None,), ({},), ((6, None),), (6, [6]), (6.0,), (torch.tensor(6),))
         ],
-        (lambda: Causal() & torch.zeros(2, 2), TypeError, "expected a boolean tensor"),
+        (lambda: Window(-1, 2), ValueError, "left: expected an integer ≥ 0 or None, got -1"),
+        (lambda: Window(1, 0.5), ValueError, "right: expected an integer ≥ 0 or None, got 0.5"),
+        (lambda: Window(1, 1, "left"), ValueError, "align: expected 'top_left'.*Window"),
+        (lambda: Window(1, 1).check(1, 1, 3, 5), ValueError, r"Window\(\) with 3 queries and 5"),
+        (lambda: Window2d(0, 3, 1, 1), ValueError, "height: expected an integer ≥ 1, got 0"),
+        (lambda: Window2d(3, 3, 1, 1).check(1, 1, 10, 10), ValueError, "for 9 tokens.*got 10"),
+        (lambda: Packed(torch.ones(2)), TypeError, "lengths: expected integers"),
+        (lambda: Packed(torch.ones(2, 2).int()), ValueError, r"expected the shape \[sequences\]"),
+        (lambda: Packed([1, 2], [3]), ValueError, "key_lengths: 1 sequences, but lengths has 2"),
+        (lambda: Packed([1, 2]).check(1, 1, 5, 5), ValueError, "sum to 3, but there are 5 queries"),
+        (lambda: Packed([7, -2]).check(1, 1, 5, 5), ValueError, "negative length, -2"),
+        (lambda: Packed([3], [2]).check(1, 1, 3, 3), ValueError, "sum to 2, but there are 3 keys"),
+        (
+            lambda: (Packed([1, 4], [2, 3]) & Causal()).check(1, 1, 5, 5),
+            ValueError,
+            "1 queries and 2 keys is ambiguous",
+        ),
+        (lambda: Blocks(torch.ones(2, 2), 3), TypeError, "grid: expected booleans"),
+        (lambda: Blocks(torch.ones(2).bool(), 3), ValueError, "grid: expected .query blocks"),
+        (lambda: Blocks(GRID, 0), ValueError, "block_size: expected at least 1"),
+        (lambda: Blocks(GRID, 3).check(1, 2, 5, 9), ValueError, r"expected \[2, 3\] or \[2, 2"),
+        (lambda: Blocks(GRID, 3).check(1, 3, 7, 9), ValueError, r"expected \[3, 3\]"),
+        (lambda: Edges(EDGES.float(), 7), TypeError, "edge_index: expected integers"),
+        (lambda: Edges(EDGES.T, 7), ValueError, r"expected the shape \[2, edges\], got \[6, 2\]"),
+        (lambda: Edges(EDGES, 7), IndexError, "source nodes go from 0 to 12, expected 0 to 6"),
+        (lambda: Edges(EDGES - 1, 7, 13), IndexError, "source nodes go from -1 to 11"),
+        (lambda: Edges(EDGES, 13).check(1, 1, 7, 13), ValueError, "Edges has 13 targets"),
+        (lambda: Window(1, 1) | torch.ones(2, 2), TypeError, "expected a boolean tensor"),
+        (lambda: (~Dense(GRID)).check(1, 3, 5, 7), ValueError, "does not broadcast"),
     ],
-)
+)  # fmt: skip
 def test_wrong_masks_are_named(make, error, message):
     with pytest.raises(error, match=message):
         make()

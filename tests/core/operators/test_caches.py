@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnkit.core.operators.caches import USUAL, Caches, caches, read_caches
+from attnkit.core.operators.cpu import USUAL, Caches, caches, read_caches
 
 SERVER = {1: ("32K", "0"), 2: ("512K", "0"), 3: ("8192K", "0-3")}
 TWO_THREADS = {1: ("48K", "0,64"), 2: ("2048K", "0,64"), 3: ("107520K", "0-63,64-127")}

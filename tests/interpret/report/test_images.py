@@ -20,7 +20,6 @@ from attnkit.interpret.report import Report
 from attnkit.interpret.report.attention import (
     Without,
     attention_of,
-    cell_grid,
     heads_data,
     scale_of_weights,
     without_each,
@@ -154,12 +153,6 @@ def test_p_without_a_patch_is_that_of_a_curve_that_removes_it(model, images, see
             removal="mask", fractions=[1 / 15],
         )  # fmt: skip
         torch.testing.assert_close(found.p[:, place], curve.most_first[:, 1])
-
-
-def test_large_grids_are_coarser():
-    assert cell_grid(14, 14) == (14, 14)
-    assert cell_grid(37, 37) == (13, 13)
-    assert cell_grid(24, 40) == (12, 20)
 
 
 def test_pooled_attention_is_the_mean_of_its_patches(model, images, seen, monkeypatch):

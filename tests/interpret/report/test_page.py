@@ -118,11 +118,6 @@ def test_signed_numbers_are_white_at_0():
     assert colour_bar(scale, "of it")["ticks"] == ["−4", "0", "4"]
 
 
-def test_maps_of_nothing_have_a_scale():
-    assert scale_of([torch.zeros(2, 2)]).high == 1
-    assert scale_of([]).high == 1
-
-
 def test_an_image_is_itself():
     image = torch.rand(3, 7, 5)
     found = pixels(image_uri(image))

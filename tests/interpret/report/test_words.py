@@ -1,21 +1,25 @@
-"""The section of a caption: words, maps and scores, and in a browser which words looked where."""
+"""Captions in a report: words with their maps and scores, on the page and in a browser."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import attnkit
 from attnkit.interpret.picture import overlay_scale
+from attnkit.interpret.report import Report
 from attnkit.interpret.report.findings import Judged
 from attnkit.interpret.report.maps import word_sections
 from attnkit.interpret.report.page import map_uri, write_page
 from attnkit.interpret.trust.words import WordScore
 from attnkit.lightning import Explained
+from attnkit.metrics.maps import area, mass
+from attnkit.models.captioning.word_decoder import END, PAD
 
 WORDS = ["a", "<b>", "<end>"]
 
 
-def explained(**given):
+def looking(**given):
     """Two sentences; of the second the first word looks at row 1, column 2, the others nowhere."""
     words = torch.zeros(2, 4, 2, 3)
     words[1, 0, 1, 2] = 0.5
@@ -34,7 +38,7 @@ def section(scores=None, seen=None, words=WORDS):
     pictures = torch.rand(2, 3, 20, 30)
     given = Explained(None, None, pictures=pictures, sentences=torch.zeros(2, 4), words=[[], words])
     trust = scores and SimpleNamespace(scores=[[], scores])
-    return word_sections(given, [Judged("attention", seen or explained(), trust, None)])[1]
+    return word_sections(given, [Judged("attention", seen or looking(), trust, None)])[1]
 
 
 def test_words_have_maps_on_one_scale_and_texts_that_stand_for_them(tmp_path):
@@ -48,7 +52,7 @@ def test_words_have_maps_on_one_scale_and_texts_that_stand_for_them(tmp_path):
     assert made["bar"]["ticks"] == ["0", "0.5"]  # and not 9, which is behind the end
     assert made["shape"] == "30 / 20"
     scale = overlay_scale([torch.tensor([0.5])])
-    assert made["figures"][1]["uri"] == map_uri(explained().words[1, 1], scale)
+    assert made["figures"][1]["uri"] == map_uri(looking().words[1, 1], scale)
     assert "was not measured" in made["caption"]
     assert made["data"]["words"][0] == {"word": "a", "values": [0, 0, 0, 0, 0, 0.5]}
     assert (made["data"]["rows"], made["data"]["columns"]) == (2, 3)
@@ -73,7 +77,7 @@ def test_what_is_no_better_than_random_is_faded_and_says_so():
 
 
 def test_signed_maps_are_evenly_about_0():
-    made = section(seen=explained(is_signed=True))
+    made = section(seen=looking(is_signed=True))
     assert made["bar"]["ticks"] == ["−0.5", "0", "0.5"]
 
 
@@ -103,3 +107,48 @@ def test_in_a_browser(tmp_path, open_page):
     page.emulate_media(media="print")
     assert not said.is_visible()
     assert frames.nth(3).is_visible()
+
+
+@pytest.fixture
+def explained():
+    """The second word of the first sentence names the left half of a row, the end nothing."""
+    torch.manual_seed(0)
+    model = attnkit.Captioner(
+        attnkit.ViTEncoder((16, 24), 3, dim=12, depth=1, num_heads=3, patch_size=4),
+        attnkit.TransformerDecoder(17, 7, dim=12, depth=2, num_heads=3),
+    ).eval()
+    images, said = torch.randn(2, 3, 16, 24), torch.tensor([[5, 6, END], [7, END, PAD]])
+    words = [["a", "cat", "<end>"], ["dogs", "<end>"]]
+    mask = torch.zeros(16, 24, dtype=torch.bool)
+    mask[3:6, :12] = True
+    given = {"sentences": said, "words": words, "named": [{1: mask}, {}]}
+    return Explained(model, images, pictures=images, **given)
+
+
+def test_the_mass_on_what_a_word_names(explained, tmp_path):
+    found = Report(method="attention", trust="none")(explained, tmp_path)
+    seen = attnkit.explain(explained.model, explained.inputs, explained.sentences, "attention")
+    mask = explained.named[0][1][None]
+    wanted = float(mass(seen.words[:1, 1], mask) / area(mask))
+    rows = [(row["word"], row["mass_over_chance"]) for row in found.rows]
+    assert rows == [
+        ("a", None), ("cat", pytest.approx(wanted)), ("<end>", None), ("dogs", None),
+        ("<end>", None),
+    ]  # fmt: skip
+    assert (found.shown[0][-1], found.shown[1][-1]) == ("mass over\nchance", f"{wanted:.2f}")
+    page = (tmp_path / "explain.html").read_text()
+    assert page.count("× chance on what it names") == 1
+    explained.named = []
+    found = Report(method="attention", trust="none")(explained, tmp_path)
+    assert "mass_over_chance" not in found.header
+    assert found.shown[0] == ["map", "words", "mean p"]
+
+
+def test_full_has_seven_shares(explained, tmp_path):
+    found = Report(method="attention", trust="full")(explained, tmp_path)
+    seen = attnkit.explain(explained.model, explained.inputs, explained.sentences, "attention")
+    wanted = seen.trust_words(fractions=(0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9))
+    gaps = [score.gap for words in wanted.scores for score in words]
+    assert [row["gap"] for row in found.rows] == pytest.approx(gaps)
+    fast = [score.gap for words in seen.trust_words().scores for score in words]
+    assert gaps != pytest.approx(fast)

@@ -154,12 +154,12 @@ def test_wrong_input(attnkit, tmp_path, argv, code, message):
 class Clocked(LightningModule):
     """On whose clock a step takes 2 s, an epoch's end 7, a batch of validation 3, of a test 5."""
 
-    def __init__(self, now):
+    def __init__(self, now, compiles=0):
         super().__init__()
-        self.now, self.net = now, torch.nn.Linear(1, 1)
+        self.now, self.net, self.compiles = now, torch.nn.Linear(1, 1), compiles
 
     def training_step(self, batch, index):
-        self.now[0] += 2
+        self.now[0] += 2 + self.compiles * (self.global_step == 0)
         return self.net(batch[0]).sum()
 
     def on_train_epoch_end(self):
@@ -175,7 +175,9 @@ class Clocked(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("batches", [3, 100], ids=["short", "cut"])
+@pytest.mark.parametrize(
+    ("batches", "compiles"), [(3, 0), (100, 0), (1, 60)], ids=["short", "cut", "compiled"]
+)
 @pytest.mark.parametrize(
     "given",
     [
@@ -187,15 +189,15 @@ class Clocked(LightningModule):
     ],
     ids=str,
 )
-def test_the_time_is_that_of_the_whole(monkeypatch, batches, given):
-    if batches == 3 and ("val_check_interval" in given or "max_steps" in given):
+def test_the_time_is_that_of_the_whole(monkeypatch, batches, compiles, given):
+    if batches <= 3 and ("val_check_interval" in given or "max_steps" in given):
         pytest.skip("a part of so few batches is none")
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
     def seconds(watched=True, **arguments):
         now[0] = 0.0
-        module = Clocked(now)
+        module = Clocked(now, compiles)
         loaders = [DataLoader(TensorDataset(torch.ones(n, 1))) for n in (batches, 9, 12)]
         trainer = Trainer(
             **arguments, accelerator="cpu", logger=False,

@@ -3,6 +3,7 @@ given, and what it refuses; parity with PyG's layers is in test_interop_pyg."""
 
 import pytest
 import torch
+from layer_support import assert_named, assert_same
 from torch import nn
 
 import attnkit
@@ -49,21 +50,16 @@ def test_on_the_complete_graph_it_is_dense_attention(score, backend):
     x = rand(NODES, CHANNELS)
     complete = torch.cartesian_prod(torch.arange(NODES), torch.arange(NODES)).T
     shuffled = complete[:, torch.randperm(NODES * NODES)]
+    proj, scores = layer.projections.node_proj, [dense.score, layer.projections.score]
+    parts = [proj.query_proj, proj.key_proj, proj.value_proj]
     expected, actual = dense(x[None])[0], layer(x, shuffled)
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+    theirs, ours = ([*s.parameters()] if isinstance(s, nn.Module) else [] for s in scores)
+    assert_same(actual, expected, [x, *ours], [x, *theirs], rtol=1e-6, atol=1e-6)
     towards = torch.randn_like(expected)
-    dense_in, proj = dense.in_proj, layer.projections.node_proj
-    in_parts = (proj.query_proj, proj.key_proj, proj.value_proj)
-    theirs = torch.autograd.grad(expected, [x, dense_in.weight, dense_in.bias], towards, True)
-    layers = [*(part.weight for part in in_parts), *(part.bias for part in in_parts)]
-    of_x, *ours = torch.autograd.grad(actual, [x, *layers], towards, True)
-    ours = [of_x, torch.cat(ours[:3]), torch.cat(ours[3:])]
-    if isinstance(dense.score, nn.Module):
-        theirs += torch.autograd.grad(expected, [*dense.score.parameters()], towards)
-        score = layer.projections.score
-        ours += torch.autograd.grad(actual, [*score.parameters()], towards)
-    for mine, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, their, atol=1e-6, rtol=1e-6)
+    for kind in ("weight", "bias"):
+        own = torch.autograd.grad(layer(x, shuffled), [getattr(p, kind) for p in parts], towards)
+        (other,) = torch.autograd.grad(dense(x[None])[0], getattr(dense.in_proj, kind), towards)
+        torch.testing.assert_close(torch.cat(own), other, atol=1e-6, rtol=1e-6)
     weights = torch.empty(NODES, NODES, HEADS, dtype=torch.float64)
     weights[shuffled[1], shuffled[0]] = layer.attention_weights(x, shuffled)
     torch.testing.assert_close(weights.permute(2, 0, 1), dense.attention_weights(x[None])[0])
@@ -101,22 +97,15 @@ def test_the_output_is_what_the_weights_say(score, loops):
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_every_parameter_gets_a_gradient(score):
+def test_every_parameter_counts_and_the_order_of_nodes_and_edges_does_not(score):
     edge_dim = EDGE_DIM if score in WITH_EDGES else None
     layer = make(score, edge_dim=edge_dim, residual=True, gate=True, add_self_loops=True)
-    x, attr = rand(NODES, CHANNELS), rand(41, EDGE_DIM)
-    layer(x, graph(), None if edge_dim is None else attr).square().sum().backward()
+    x, attr, edge_index = rand(NODES, CHANNELS), rand(41, EDGE_DIM), graph()
+    layer(x, edge_index, attr if edge_dim else None).square().sum().backward()
     for name, parameter in [*layer.named_parameters(), ("x", x)]:
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_the_order_of_nodes_and_edges_changes_nothing(score):
-    edge_dim = EDGE_DIM if score in WITH_EDGES else None
     layer = make(score, edge_dim=edge_dim, residual=True)
-    x, edge_index = rand(NODES, CHANNELS), graph()
-    attr = rand(41, EDGE_DIM)
     nodes, edges = torch.randperm(NODES), torch.randperm(41)
     moved = nodes.argsort()[edge_index][:, edges]
     given = (attr, attr[edges]) if edge_dim else (None, None)
@@ -190,12 +179,7 @@ def test_forms_of_nodes_and_edges(score):
                   adjacency.to_sparse_csr()):  # fmt: skip
         torch.testing.assert_close(layer(x, given), expected)
     sparse = x.detach().to_sparse_csr()
-    torch.testing.assert_close(layer(sparse, index), expected)
-    parameters = [*layer.parameters()]
-    ours = torch.autograd.grad(layer(sparse, edges).square().sum(), parameters)
-    theirs = torch.autograd.grad(expected.square().sum(), parameters)
-    for mine, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, their)
+    assert_same(layer(sparse, edges), layer(x, index), [*layer.parameters()], None, 1e-7, 1e-7)
 
 
 def test_edges_that_are_given_are_sorted_once():
@@ -253,27 +237,21 @@ def test_dropout_of_the_weights_in_training_only():
 @pytest.mark.slow
 @pytest.mark.parametrize("score", ["scaled_dot", "gat"])
 def test_autocast_compile_and_export_of_the_state(score):
-    layer = GraphAttention(
-        CHANNELS, 4, HEADS, score=score, edge_dim=EDGE_DIM, add_self_loops=True, residual=True,
-    )  # fmt: skip
+    options = {"edge_dim": EDGE_DIM, "add_self_loops": True, "residual": True}
+    layer, again = (GraphAttention(CHANNELS, 4, HEADS, score=score, **options) for _ in range(2))
     x, attr = rand(NODES, CHANNELS).detach().float(), rand(41, EDGE_DIM).detach().float()
     expected = layer(x, graph(), attr)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x, graph(), attr), expected)
     with torch.autocast("cpu", torch.bfloat16):
         cast = layer(x, graph(), attr)
     assert (cast - expected).norm() < 0.03 * expected.norm()
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager")
     for given in (graph(), Edges(graph(), NODES)):
-        torch.testing.assert_close(compiled(x, given, attr), expected)
-    ours = torch.autograd.grad(compiled(x, given, attr).square().sum(), [*layer.parameters()])
-    theirs = torch.autograd.grad(expected.square().sum(), [*layer.parameters()])
-    for mine, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, their, atol=1e-5, rtol=1e-4)
-    again = GraphAttention(
-        CHANNELS, 4, HEADS, score=score, edge_dim=EDGE_DIM, add_self_loops=True, residual=True,
-    )  # fmt: skip
-    again.load_state_dict(layer.state_dict())
-    assert torch.equal(again(x, graph(), attr), expected)
+        actual = compiled(x, given, attr)
+        expected = layer(x, graph(), attr)
+        assert_same(actual, expected, [*layer.parameters()], rtol=1e-4, atol=1e-5)
 
 
 def test_a_score_of_ones_own():
@@ -284,64 +262,64 @@ def test_a_score_of_ones_own():
     torch.testing.assert_close(tanh(x, graph()), make("additive")(x, graph()))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"score": "cosin"}, "score: expected one of scaled_dot, dot, .*got 'cosin'"),
-        ({"heads": 0}, "heads: expected at least 1, got 0"),
-        ({"edge_dim": 0}, "edge_dim: expected at least 1, got 0"),
-        ({"in_channels": (3, 4, 5)}, "in_channels: expected one number or two"),
-        ({"gate": True}, "gate: needs residual=True"),
-        ({"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
-        ({"separate_self": True, "in_channels": (3, 3)}, "separate_self: expected sources that"),
-        ({"share_weights": True}, "share_weights: expected the score 'gatv2'"),
-        ({"score": "gatv2", "share_weights": True, "in_channels": (3, 4)}, "share_weights: expec"),
-        ({"negative_slope": 0.1}, "negative_slope: only for 'gat' and 'gatv2', got"),
-        ({"score": "gat", "negative_slope": -0.1}, "negative_slope: expected at least 0, got -0.1"),
-        ({"fill_value": 1.0}, "fill_value: expected 'mean', the default, without add_self_loops"),
-        ({"edge_dim": 2, "add_self_loops": True, "fill_value": "sum"},
-         "fill_value: expected a number or one of 'mean'.*got 'sum'"),
-        ({"backend": "edge"}, "backend: expected 'auto' or one of"),
-    ],
-    ids=str,
-)  # fmt: skip
+WRONG_OPTIONS = [
+    ({"score": "cosin"}, "score: expected one of scaled_dot, dot, .*got 'cosin'"),
+    ({"heads": 0}, "heads: expected at least 1, got 0"),
+    ({"edge_dim": 0}, "edge_dim: expected at least 1, got 0"),
+    ({"in_channels": (3, 4, 5)}, "in_channels: expected one number or two"),
+    ({"gate": True}, "gate: needs residual=True"),
+    ({"dropout_p": 1.0}, "dropout_p: expected 0 <= dropout_p < 1, got 1.0"),
+    ({"value_dropout_p": 1.0}, "value_dropout_p: expected 0 <= .* < 1, got 1.0"),
+    ({"dropout": 0.3, "dropout_p": 0.2}, "dropout: another name of dropout_p"),
+    ({"separate_self": True, "in_channels": (3, 3)}, "separate_self: expected sources that"),
+    ({"share_weights": True}, "share_weights: expected the score 'gatv2'"),
+    ({"score": "gatv2", "share_weights": True, "in_channels": (3, 4)}, "share_weights: expected"),
+    ({"negative_slope": 0.1}, "negative_slope: only for 'gat' and 'gatv2', got"),
+    ({"score": "gat", "negative_slope": -0.1}, "negative_slope: expected at least 0, got -0.1"),
+    ({"fill_value": 1.0}, "fill_value: expected 'mean', the default, without add_self_loops"),
+    (
+        {"edge_dim": 2, "add_self_loops": True, "fill_value": "sum"},
+        "fill_value: expected a number or one of 'mean'.*got 'sum'",
+    ),
+    ({"backend": "edge"}, "backend: expected 'auto' or one of"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_OPTIONS, ids=str)
 def test_wrong_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        make(**options)
+    assert_named(lambda: make(**options), f"ValueError: {message}")
 
 
 INDEX = graph()
+WRONG_GRAPHS = [
+    ({"edge_index": INDEX.float()}, r"TypeError: edge_index: expected integers \[2, edges\]"),
+    ({"edge_index": INDEX.T}, r"ValueError: edge_index: .*got \[41, 2\], transposed\?"),
+    ({"edge_index": INDEX.tolist()}, "TypeError: edge_index: expected integers.*got list"),
+    ({"edge_index": INDEX + 3}, "IndexError: edge_index: the source nodes go from 3 to"),
+    ({"edge_index": Edges(INDEX, 12)}, "ValueError: edge_index: expected 11 targets and 11"),
+    ({"x": torch.randn(NODES, 4)}, r"ValueError: x: expected \[nodes, 5\], got \[11, 4\]"),
+    ({"x": torch.ones(NODES, CHANNELS).long()}, "TypeError: x: expected a floating-point"),
+    ({"x": (torch.randn(NODES, 5), None)}, r"ValueError: x: expected \[targets, 5\], got None"),
+    ({"size": (NODES, 3)}, r"ValueError: size: expected \(11, 11\), the sources and targets"),
+    ({"size": (NODES,)}, r"ValueError: size: expected \(11, 11\), .*got \(11,\)"),
+    ({"size": NODES}, r"ValueError: size: expected \(11, 11\), .*got 11"),
+    ({"x": torch.empty(NODES, 5, device="meta")}, "ValueError: .*device of x, meta, got cpu"),
+    ({"x": "nodes"}, "TypeError: x: expected a tensor or a pair of tensors, got str"),
+    ({"edge_attr": None}, r"ValueError: edge_attr: expected \[edges, 2\], got None"),
+    ({"edge_attr": torch.randn(40, 2)}, r"ValueError: .*\[41, 2\], got \[40, 2\]"),
+    ({"edge_attr": torch.ones(41, 2).long()}, "TypeError: edge_attr: expected a floating-point"),
+    ({"edge_bias": torch.zeros(41, 3)}, r"ValueError: edge_bias: .*heads\] = \[41, 1\]"),
+    ({"edge_bias": torch.zeros(41, 1).long()}, "TypeError: edge_bias: expected a floating-point"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"edge_index": INDEX.float()}, TypeError, r"edge_index: expected integers \[2, edges\]"),
-        ({"edge_index": INDEX.T}, ValueError, r"edge_index: .*got \[41, 2\], transposed\?"),
-        ({"edge_index": INDEX.tolist()}, TypeError, "edge_index: expected integers.*got list"),
-        ({"edge_index": INDEX + 3}, IndexError, "edge_index: the source nodes go from 3 to"),
-        ({"edge_index": Edges(INDEX, 12)}, ValueError, "edge_index: expected 11 targets and 11"),
-        ({"x": torch.randn(NODES, 4)}, ValueError, r"x: expected \[nodes, 5\], got \[11, 4\]"),
-        ({"x": torch.ones(NODES, CHANNELS).long()}, TypeError, "x: expected a floating-point"),
-        ({"x": (torch.randn(NODES, 5), None)}, ValueError, r"x: expected \[targets, 5\], got None"),
-        ({"size": (NODES, 3)}, ValueError, r"size: expected \(11, 11\), the sources and targets"),
-        ({"size": (NODES,)}, ValueError, r"size: expected \(11, 11\), .*got \(11,\)"),
-        ({"size": NODES}, ValueError, r"size: expected \(11, 11\), .*got 11"),
-        ({"x": torch.empty(NODES, 5, device="meta")}, ValueError, "the device of x, meta, got cpu"),
-        ({"x": "nodes"}, TypeError, "x: expected a tensor or a pair of tensors, got str"),
-        ({"edge_attr": None}, ValueError, r"edge_attr: expected \[edges, 2\], got None"),
-        ({"edge_attr": torch.randn(40, 2)}, ValueError, r"\[41, 2\], got \[40, 2\]"),
-        ({"edge_attr": torch.ones(41, 2).long()}, TypeError, "edge_attr: expected a floating-poin"),
-    ],
-)
-def test_wrong_graphs_are_named(given, error, message):
+@pytest.mark.parametrize(("given", "message"), WRONG_GRAPHS, ids=[m for _, m in WRONG_GRAPHS])
+def test_wrong_graphs_are_named(given, message):
     layer = GraphAttention(CHANNELS, 4, edge_dim=EDGE_DIM)
-    standard = {"x": torch.randn(NODES, CHANNELS), "edge_index": INDEX,
-                "edge_attr": torch.randn(41, EDGE_DIM)}  # fmt: skip
-    layer(**standard)
-    with pytest.raises(error, match=message) as raised:
-        layer(**{**standard, **given})
-    assert str(raised.value).count("\n") <= 1
+    right = {"x": torch.randn(NODES, CHANNELS), "edge_index": INDEX,
+             "edge_attr": torch.randn(41, EDGE_DIM)}  # fmt: skip
+    layer(**right)
+    assert_named(lambda: layer(**{**right, **given}), message)
 
 
 def test_what_edges_carry_is_not_ignored():
@@ -391,23 +369,14 @@ def test_dropout_of_the_values_in_training_only(score):
     """Node 0 alone is seen, by three others: each of its values is dropped for all of them."""
     layer = make(score, value_dropout_p=0.75, out_bias=False)
     graph = Edges(torch.tensor([[0, 0, 0], [1, 2, 3]]), 4)
-    x = rand(4, CHANNELS)
-    whole = layer.eval()(x, graph)[1]
-    torch.manual_seed(0)
-    kept = [layer.train()(x, graph) for _ in range(400)]
-    for output in kept:
-        assert torch.equal(output[1], output[2])
-        assert torch.equal(output[1], output[3])
-        is_kept = output[1] != 0
-        torch.testing.assert_close(output[1], whole * 4 * is_kept)
-    share = torch.stack([output[1] != 0 for output in kept]).double().mean()
-    assert 0.22 < share < 0.28
-    with pytest.raises(ValueError, match=r"expected 0 <= value_dropout_p < 1, got 1\.0"):
-        make(score, value_dropout_p=1.0)
+    x = rand(4, CHANNELS).expand(400, -1, -1)
+    whole = layer.eval()(x, graph)[:, 1:]
+    kept = layer.train()(x, graph)[:, 1:]
+    assert torch.equal(kept, kept[:, :1].expand(-1, 3, -1))
+    torch.testing.assert_close(kept, whole * 4 * (kept != 0))
+    assert 0.22 < (kept[:, 0] != 0).double().mean() < 0.28
 
 
-def test_dropout_is_dropout_p():
+def test_names_of_pyg():
     assert GraphAttention(5, 4, dropout=0.3).dropout_p == 0.3
-    with pytest.raises(ValueError, match="dropout: another name of dropout_p"):
-        GraphAttention(5, 4, dropout=0.3, dropout_p=0.2)
     assert repr(GraphAttention((5, 3), 4, 2)) == "GraphAttention((5, 3), 4, heads=2)"

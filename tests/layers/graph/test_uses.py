@@ -174,15 +174,6 @@ def test_a_bias_is_added_to_the_scores(score, loops):
     )
 
 
-def test_a_wrong_bias_is_named():
-    layer = GraphAttention(5, 3, 2)
-    x, edge_index = torch.randn(4, 5), torch.tensor([[0, 1], [1, 2]])
-    with pytest.raises(ValueError, match=r"edge_bias: expected \[edges, heads\] = \[2, 2\]"):
-        layer(x, edge_index, edge_bias=torch.zeros(2, 3))
-    with pytest.raises(TypeError, match="edge_bias: expected a floating-point tensor"):
-        layer(x, edge_index, edge_bias=torch.zeros(2, dtype=torch.long))
-
-
 @pytest.mark.parametrize("score", ["scaled_dot", "cosine", "gatv2", "gat"])
 @pytest.mark.parametrize(
     ("channels", "options"),

@@ -1,4 +1,4 @@
-"""A script for test_predictions: predictions of one or two processes, a folder for each case."""
+"""A script for test_results: predictions of one or two processes, a folder for each case."""
 
 import os
 import sys

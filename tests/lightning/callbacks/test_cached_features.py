@@ -108,15 +108,13 @@ def captioning():
     data = ScenesData(num_train=4, num_val=2, num_test=2, image_size=24, batch_size=2)
     data.setup()
     facts = data.describe()
+    sizes = facts["vocabulary_size"], facts["max_words"]
     model = attnkit.Captioner(
         attnkit.CNNEncoder(24, dim=16, stages=[[8], [8]]),
-        attnkit.TransformerDecoder(
-            facts["vocabulary_size"], facts["max_words"], dim=16, depth=1, num_heads=2
-        ),
+        attnkit.TransformerDecoder(*sizes, dim=16, depth=1, num_heads=2),
     )
     names = ("vocabulary", "max_words", "image_size", "mean", "std")
-    facts = {name: facts[name] for name in names}
-    return partial(ImageCaptioning, model, **facts), data.train_dataloader()
+    return partial(ImageCaptioning, model, **{n: facts[n] for n in names}), data.train_dataloader()
 
 
 def graph():

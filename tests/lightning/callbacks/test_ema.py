@@ -102,8 +102,5 @@ def test_integers_are_copied(small_net, loader, make_trainer):
     module = Counting()
     make_trainer(callbacks=[EMA()]).fit(module, loader)
     assert module.steps == 10
-
-
-def test_refuses():
     with pytest.raises(ValueError, match="decay: expected 0 <= decay < 1, got 1"):
         EMA(decay=1)

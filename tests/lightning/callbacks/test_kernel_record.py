@@ -1,8 +1,12 @@
+"""The kernels of the first batch of each stage: on screen, in the results and in TensorBoard."""
+
 import json
 import logging
 
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
@@ -10,17 +14,36 @@ from attnkit import Interpret
 from attnkit.lightning import KernelRecord, ResultsFile
 
 
+def counts(record):
+    return {stage: dict(found.counts) for stage, found in record.records.items()}
+
+
 @pytest.mark.parametrize(("backend", "kernel"), [("auto", "flash"), ("math", "math")])
-def test_first_batch_of_each_stage(small_net, loader, make_trainer, backend, kernel):
-    record = KernelRecord()
-    trainer = make_trainer(callbacks=[record])
-    module = small_net(backend)
-    trainer.fit(module, loader, loader)
+def test_first_batch_of_each_stage(
+    small_net, loader, make_trainer, backend, kernel, tmp_path, caplog, monkeypatch
+):
+    # Lightning's logger keeps its messages to itself where it was imported before pytest logs.
+    for name in ("lightning", "lightning.pytorch"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    caplog.set_level(logging.INFO)
+    weights = []
+    record = KernelRecord(verbose=kernel == "flash")
+    for callbacks in ([], [record, ResultsFile(tmp_path / "results.json")]):
+        torch.manual_seed(3)
+        module = small_net(backend)
+        logger = TensorBoardLogger(tmp_path, name="", version="")
+        trainer = make_trainer(callbacks=callbacks, logger=logger)
+        trainer.fit(module, loader, loader)
+        weights.append(module.attention.in_proj.weight)
     trainer.test(module, loader, verbose=False)
-    assert {stage: dict(r.counts) for stage, r in record.records.items()} == {
+    assert counts(record) == {
         stage: {"attention": {kernel: 1}} for stage in ("train", "val", "test")
     }
-    assert record.results[f"kernels/train/{kernel}"] == 1.0
+    assert json.loads((tmp_path / "results.json").read_text())[f"kernels/train/{kernel}"] == 1
+    assert ("attention  flash ×1" in caplog.text) == record.verbose
+    (text,) = EventAccumulator(str(tmp_path)).Reload().Tensors("kernels/train/text_summary")
+    assert kernel in text.tensor_proto.string_val[0].decode()
+    assert torch.equal(*weights)
 
 
 def test_names_are_those_of_the_module_in_every_stage(small_net, loader, make_trainer):
@@ -37,9 +60,7 @@ def test_names_are_those_of_the_module_in_every_stage(small_net, loader, make_tr
 
     record = KernelRecord()
     make_trainer(callbacks=[record]).fit(Nested(), loader, loader)
-    assert {stage: dict(r.counts) for stage, r in record.records.items()} == {
-        stage: {"attention": {"flash": 1}} for stage in ("train", "val")
-    }
+    assert counts(record) == {s: {"attention": {"flash": 1}} for s in ("train", "val")}
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -48,35 +69,7 @@ def test_passes_that_only_look_are_not_counted(small_net, loader, make_trainer, 
     trainer = make_trainer(callbacks=[maps, record] if first else [record, maps], max_epochs=1)
     trainer.fit(small_net(), loader, loader)
     assert list(tmp_path.glob("*.png"))
-    assert record.records["val"].counts == {"attention": {"flash": 1}}
-
-
-def test_tells_on_screen_and_in_the_results(
-    small_net, loader, make_trainer, tmp_path, caplog, monkeypatch
-):
-    # Lightning's logger keeps its messages to itself where it was imported before pytest logs.
-    for name in ("lightning", "lightning.pytorch"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    caplog.set_level(logging.INFO)
-    path = tmp_path / "results.json"
-    make_trainer(callbacks=[KernelRecord(), ResultsFile(path)]).fit(small_net(), loader)
-    assert "attention  flash ×1" in caplog.text
-    assert json.loads(path.read_text())["kernels/train/flash"] == 1
-
-    caplog.clear()
-    make_trainer(callbacks=[KernelRecord(verbose=False)]).fit(small_net(), loader)
-    assert "flash" not in caplog.text
-
-
-def test_goes_to_tensorboard(small_net, loader, make_trainer, tmp_path):
-    from lightning.pytorch.loggers import TensorBoardLogger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(tmp_path, name="", version="")
-    make_trainer(callbacks=[KernelRecord()], logger=logger).fit(small_net(), loader)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    (text,) = events.Tensors("kernels/train/text_summary")
-    assert "flash" in text.tensor_proto.string_val[0].decode()
+    assert counts(record)["val"] == {"attention": {"flash": 1}}
 
 
 def test_a_failing_batch_leaves_no_recorder_behind(small_net, loader, make_trainer):
@@ -87,13 +80,3 @@ def test_a_failing_batch_leaves_no_recorder_behind(small_net, loader, make_train
     with pytest.raises(RuntimeError, match="on purpose"):
         make_trainer(callbacks=[KernelRecord()]).fit(Failing(), loader)
     assert _get_current_function_mode_stack() == []
-
-
-def test_training_is_the_same_with_it(small_net, loader, make_trainer):
-    weights = []
-    for callbacks in ([], [KernelRecord()]):
-        torch.manual_seed(3)
-        module = small_net()
-        make_trainer(callbacks=callbacks).fit(module, loader, loader)
-        weights.append(module.attention.in_proj.weight)
-    assert torch.equal(*weights)

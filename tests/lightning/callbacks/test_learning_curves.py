@@ -18,11 +18,14 @@ class Notes(Callback):
             self.losses.append(trainer.callback_metrics["val/loss"].item())
 
 
-def test_notes_and_draws(small_net, loader, make_trainer, tmp_path):
-    path = tmp_path / "pictures" / "curves.png"
-    curves, notes = LearningCurves(path), Notes()
-    trainer = make_trainer(max_epochs=3, callbacks=[Throughput(), curves, notes])
-    trainer.fit(small_net(), loader, loader)
+def test_notes_and_draws_also_in_a_resumed_run(small_net, loader, make_trainer, tmp_path):
+    path, notes = tmp_path / "pictures" / "curves.png", Notes()
+    for epochs in (1, 3):
+        curves = LearningCurves(path)
+        trainer = make_trainer(max_epochs=epochs, callbacks=[Throughput(), curves, notes])
+        resume = {} if epochs == 1 else {"ckpt_path": tmp_path / "a.ckpt", "weights_only": True}
+        trainer.fit(small_net(), loader, loader, **resume)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert curves.history.keys() == {"train/loss", "val/loss", "val/accuracy"}
     assert curves.history["val/loss"] == list(zip([1, 2, 3], notes.losses, strict=True))
     assert [epoch for epoch, _ in curves.history["train/loss"]] == [1, 2, 3]
@@ -33,9 +36,10 @@ def test_notes_and_draws(small_net, loader, make_trainer, tmp_path):
 
 def test_validation_within_the_epoch(small_net, digits, make_trainer, tmp_path):
     loader = torch.utils.data.DataLoader(digits, batch_size=14)
-    curves = LearningCurves(tmp_path / "curves.png")
+    curves = LearningCurves()
     make_trainer(callbacks=[curves], val_check_interval=2).fit(small_net(), loader, loader)
     assert [epoch for epoch, _ in curves.history["val/loss"]] == [0.5, 1, 1.5, 2]
+    assert (tmp_path / "learning_curves.png").exists()
 
 
 def test_drawn_when_training_fails(small_net, loader, make_trainer, tmp_path):
@@ -49,32 +53,25 @@ def test_drawn_when_training_fails(small_net, loader, make_trainer, tmp_path):
     assert (tmp_path / "c.png").exists()
 
 
-def test_a_resumed_run_has_the_whole_picture(small_net, loader, make_trainer, tmp_path):
-    trainer = make_trainer(callbacks=[LearningCurves()])
-    trainer.fit(small_net(), loader, loader)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    curves = LearningCurves()
-    trainer = make_trainer(callbacks=[curves], max_epochs=3)
-    trainer.fit(small_net(), loader, loader, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
-    assert [epoch for epoch, _ in curves.history["val/loss"]] == [1, 2, 3]
-    assert (tmp_path / "learning_curves.png").exists()
-
-
-def test_loss_comes_first_and_stages_share_a_panel():
-    points = [(1.0, 0.5), (2.0, 0.25)]
-    names = ["val/accuracy", "val/loss", "train/loss", "val/b", "val/c"]
-    figure = draw_curves(dict.fromkeys(names, points))
-    assert [axes.get_title() for axes in figure.axes] == ["loss", "accuracy", "b", "c"]
-    assert [line.get_label() for line in figure.axes[0].lines] == ["train", "val"]
-
-
-def test_the_plain_loss_of_training_stands_beside_that_of_validation():
-    points = [(1.0, 0.5), (2.0, 0.25)]
-    names = ["val/loss", "train/loss", "train/plain_loss", "val/accuracy"]
-    figure = draw_curves(dict.fromkeys(names, points))
-    assert [axes.get_title() for axes in figure.axes] == ["loss", "accuracy"]
-    labels = [line.get_label() for line in figure.axes[0].lines]
-    assert labels == ["train, as minimised", "train, plain", "val"]
+@pytest.mark.parametrize(
+    ("names", "titles", "labels"),
+    [
+        (
+            ["val/accuracy", "val/loss", "train/loss", "val/b", "val/c"],
+            ["loss", "accuracy", "b", "c"],
+            ["train", "val"],
+        ),
+        (
+            ["val/loss", "train/loss", "train/plain_loss", "val/accuracy"],
+            ["loss", "accuracy"],
+            ["train, as minimised", "train, plain", "val"],
+        ),
+    ],
+)
+def test_loss_comes_first_and_stages_share_a_panel(names, titles, labels):
+    figure = draw_curves({name: [(1.0, 0.5), (2.0, 0.25)] for name in names})
+    assert [axes.get_title() for axes in figure.axes] == titles
+    assert [line.get_label() for line in figure.axes[0].lines] == labels
 
 
 def test_one_epoch_is_readable():

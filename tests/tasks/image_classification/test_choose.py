@@ -43,17 +43,6 @@ def test_stripes_stay_what_they_are():
     assert settle(Augment(**AUTO), stripes()) == {"horizontal_flip": 0.5, "crop_min_area": 0.5}
 
 
-def test_arrows_may_not_be_flipped():
-    """The classes are each other's mirror image: all of them are then taken for the other."""
-    half = digits().images[digits().labels == 2]
-    images, labels = torch.cat([half, half.flip(-1)]), torch.arange(2).repeat_interleave(len(half))
-    sample = Sample(MemoryImages(images, labels))
-    flipped = sample.known_after(lambda pictures: pictures.flip(-1))
-    assert sample.as_they_are > 0.95
-    assert flipped.changed < 0.05
-    assert not flipped.keeps
-
-
 def test_colours_do_not_hide_where_something_points():
     """Of wedges of any colour on any other, the pixels say little and the edges much."""
     generator = torch.Generator().manual_seed(0)
@@ -108,10 +97,6 @@ def test_of_noise_nothing_is_known(channels, flip):
     images = torch.randint(256, (300, channels, 50, 50), generator=generator, dtype=torch.uint8)
     sample = MemoryImages(images, torch.arange(300) % 5)
     assert settle(Augment(**AUTO), sample) == {"horizontal_flip": flip, "crop_min_area": 0.8}
-
-
-def test_small_pictures_are_not_cropped():
-    assert settle(Augment(crop_min_area="auto"), digits(side=28)) == {"crop_min_area": None}
 
 
 def test_what_is_given_stays():

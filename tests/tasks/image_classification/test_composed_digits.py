@@ -9,7 +9,6 @@ from sklearn.datasets import load_digits
 from attnkit.tasks.captioning import ScenesData, words_of
 from attnkit.tasks.image_classification import (
     DigitGrid,
-    DigitsData,
     KnowsTruth,
     NeedleDigits,
     PlantedShortcut,
@@ -182,10 +181,6 @@ def test_scenes_give_the_same_form():
         data.truth("train")
     with pytest.raises(ValueError, match="objects_of"):
         truth.mask_of(0, 3)
-
-
-def test_other_data_know_no_truth():
-    assert not isinstance(DigitsData(), KnowsTruth)
 
 
 @pytest.mark.parametrize(

@@ -186,20 +186,6 @@ def test_a_query_sees_its_own_region():
     assert torch.equal(mask[0, 0], expected)
 
 
-def test_what_a_masked_query_does_not_see_changes_no_answer_of_it():
-    model = network("queries")
-    block, count = model.head.blocks[0], 3
-    tokens = torch.randn(1, count + 1 + 12, 24)
-    regions = torch.zeros(1, count, 12, dtype=torch.bool)
-    regions[0, 0, :4] = True
-    changed = tokens.clone()
-    changed[:, -1] += 1
-    mask = RegionOfQuery(regions, num_prefix_tokens=1)
-    before, after = (block(t, mask=mask)[:, :count] for t in (tokens, changed))
-    torch.testing.assert_close(before, after)
-    assert not torch.allclose(before, block(tokens)[:, :count])
-
-
 def test_the_share_of_masked_blocks_falls_to_nothing():
     made = module(network("queries"))
     fitted(made, steps=4)

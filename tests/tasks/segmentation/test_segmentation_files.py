@@ -162,39 +162,13 @@ def test_without_splits_they_are_taken_from_train(tmp_path):
     assert len(set(torch.cat([pairs.keys() for pairs in data.sets.values()]).tolist())) == 20
 
 
-def lose_a_mask(root):
-    (root / "masks/val/1.png").unlink()
+def saved(path, image):
+    """A change of a folder: another image in place of a file."""
+    return lambda root: image.save(root / path)
 
 
-def shrink_a_mask(root):
-    Image.open(root / "masks/val/1.png").resize((5, 7)).save(root / "masks/val/1.png")
-
-
-def strange_a_mask(root):
-    made = classes()
-    made[4, 6] = 9
-    Image.fromarray(made).save(root / "masks/val/1.png")
-
-
-def colour_a_mask(root):
-    Image.fromarray(COLOURS[classes()]).save(root / "masks/train/1.png")
-
-
-def break_a_mask(root):
-    (root / "masks/val/1.png").write_bytes(b"no image")
-
-
-def break_a_picture(root):
-    (root / "images/val/1.png").write_bytes(b"no image")
-
-
-def forget_masks(root):
-    (root / "masks").rename(root / "truth")
-
-
-def save_a_mask_as_jpeg(root):
-    (root / "masks/val/1.png").unlink()
-    Image.fromarray(classes()).save(root / "masks/val/1.jpg")
+def written(path, content):
+    return lambda root: (root / path).write_bytes(content.encode("latin-1"))
 
 
 def spread_numbers(root):
@@ -202,45 +176,43 @@ def spread_numbers(root):
         Image.fromarray(np.asarray(Image.open(path)) * 100).save(path)
 
 
-def table(text):
-    def write(root):
-        (root / "classes.csv").write_bytes(text.encode("latin-1"))
-
-    return write
+def as_jpeg(root):
+    (root / MASK).unlink()
+    Image.fromarray(classes()).save(root / "masks/val/1.jpg")
 
 
-misspell_a_table = table("name,r,g,b\nsky,1,2,x\n")
-share_a_colour = table("name,r,g,b\nsky,1,2,3\nsea,0,0,1\nsky,1,1,1\nroad,0,0,1\n")
-share_a_value = table("name,value\nsky,7\nsea,7\n")
-exceed_a_channel = table("name,r,g,b\nsky,1,2,3\nsea,0,300,1\n")
-write_latin = table("name,value\nciel,0\nmer d'été,1\n")
+MASK, TABLE = "masks/val/1.png", "classes.csv"
+STRANGE = np.where(np.arange(WIDE) == 6, 9, classes()).astype(np.uint8)
+COLOURED = Image.fromarray(COLOURS[classes()])
+# A change of a folder, and the two parts of what is said of it.
+MISTAKES = [
+    (lambda root: (root / MASK).unlink(), r"1 of 2 images have no mask", r"images.val.1\.png"),
+    (saved(MASK, Image.new("L", (5, 7))), r"masks.val.1\.png has 5 x 7", r"val.1\.png 13 x 11"),
+    (saved(MASK, Image.fromarray(STRANGE)), r"masks.val.1\.png holds 9, which is none of the 3 cl",
+     "ignored=.9."),
+    (saved("masks/train/1.png", COLOURED), "holds colours or numbers above 255", "data.classes"),
+    (written(MASK, "no image"), r"masks.val.1\.png cannot be read", ""),
+    (written("images/val/1.png", "no image"), r"images.val.1\.png cannot be decoded", ""),
+    (lambda root: (root / "masks").rename(root / "truth"), "must hold images/<split> and masks/<sp",
+     "masks"),
+    (as_jpeg, r"masks.val.1\.jpg cannot be read: a JPEG", "PNG"),
+    (spread_numbers, "masks hold 0, 100, 200: a table", "data.classes=FILE.csv"),
+    (written(TABLE, "name,r,g,b\nsky,1,2,3\nsea,0,0,1\nsky,1,1,1\nroad,0,0,1\n"),
+     r"classes\.csv, line 5: 'road' has .* as 'sea'", ""),
+    (written(TABLE, "name,value\nsky,7\nsea,7\n"), r"csv, line 3: 'sea' has .* as 'sky'", ""),
+    (written(TABLE, "name,r,g,b\nsky,1,2,3\nsea,0,300,1\n"),
+     r"classes\.csv, line 3: .* channels from 0 to 255", "300"),
+    (written(TABLE, "name,value\nciel,0\nmer d'été,1\n"), r"classes\.csv is not UTF-8", ""),
+    (written(TABLE, "name,r,g,b\nsky,1,2,x\n"), r"classes\.csv, line 2", "sky,1,2,x"),
+]  # fmt: skip
 
 
-MISTAKES = {
-    lose_a_mask: (r"1 of 2 images have no mask", r"images.val.1\.png"),
-    shrink_a_mask: (r"masks.val.1\.png has 5 x 7 pixels", r"images.val.1\.png 13 x 11"),
-    strange_a_mask: (r"masks.val.1\.png holds 9, which is none of the 3 classes", "ignored=.9."),
-    colour_a_mask: ("holds colours or numbers above 255", "data.classes"),
-    break_a_mask: (r"masks.val.1\.png cannot be read", ""),
-    break_a_picture: (r"images.val.1\.png cannot be decoded", ""),
-    forget_masks: ("must hold images/<split> and masks/<split>", "masks"),
-    save_a_mask_as_jpeg: (r"masks.val.1\.jpg cannot be read: a JPEG", "PNG"),
-    spread_numbers: ("masks hold 0, 100, 200: a table", "data.classes=FILE.csv"),
-    share_a_colour: (r"classes\.csv, line 5: 'road' has .* as 'sea'", ""),
-    share_a_value: (r"classes\.csv, line 3: 'sea' has .* as 'sky'", ""),
-    exceed_a_channel: (r"classes\.csv, line 3: .* channels from 0 to 255", "300"),
-    write_latin: (r"classes\.csv is not UTF-8", ""),
-    misspell_a_table: (r"classes\.csv, line 2", "sky,1,2,x"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_with_its_file(mistake, tmp_path):
-    mistake(save(tmp_path))
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize(("change", "said", "more"), MISTAKES)
+def test_a_mistake_is_named_with_its_file(change, said, more, tmp_path):
+    change(save(tmp_path))
+    with pytest.raises(UserError, match=said) as caught:
         read(tmp_path)
-    for said in MISTAKES[mistake]:
-        caught.match(said)
+    caught.match(more)
     assert caught.value.message.count("\n") <= 2
 
 

@@ -67,25 +67,6 @@ def test_a_run_leaves_its_tables_and_pictures(trained):
     assert (run / "confusion_matrix.png").exists()
 
 
-def test_a_test_gives_the_same_figures_again(trained, tmp_path):
-    again = tmp_path / "test"
-    assert main(["run=test", f"ckpt={trained / 'run'}", f"run_dir={again}"]) == 0
-    assert figures(again) == pytest.approx(figures(trained / "run"))
-
-
-def test_a_resumed_run_ends_as_an_uninterrupted_one(trained, tmp_path):
-    half = tmp_path / "half"
-    command = [*TINY, "data.horizontal_flip=0.5", "scheduler=constant"]
-    assert main([*command, f"run_dir={tmp_path / 'whole'}"]) == 0
-    assert main([*command, f"run_dir={half}", "trainer.max_epochs=1"]) == 0
-    assert main([f"resume={half}", "trainer.max_epochs=2"]) == 0
-    states = [
-        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-        for folder in (tmp_path / "whole", half)
-    ]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
 def test_windows_are_one_setting_of_data_and_module(trained, tmp_path, capfd):
     assert main([*TINY, "module.windows=true", f"run_dir={tmp_path / 'wrong'}"]) == 2
     said = capfd.readouterr().err
@@ -138,17 +119,6 @@ def test_predicted_masks_are_indexed_pictures_of_the_same_size(trained, tmp_path
         assert [float(cell) for cell in shares[number][1:]] == pytest.approx(counts, abs=1e-6)
         overlay = Image.open(tmp_path / "out" / "overlays" / "inner" / f"{number}.jpg.png")
         assert (overlay.mode, overlay.size) == ("RGB", size)
-
-
-def test_predicted_masks_are_masks_to_train_on(trained, tmp_path):
-    root = own_pictures(tmp_path / "data", 6)
-    shutil.rmtree(root / "masks")
-    command = ["run=predict", f"ckpt={trained / 'run'}", f"images={root / 'images'}"]
-    assert main([*command, f"run_dir={tmp_path / 'out'}"]) == 0
-    shutil.copytree(tmp_path / "out" / "masks", root / "masks")
-    (root / "classes.txt").write_text("\n".join("abcdefghi"))
-    balanced = "module.class_weights=balanced"
-    assert main([*own(root), balanced, f"run_dir={tmp_path / 'own'}"]) == 0
 
 
 def test_a_pixel_is_explained(trained, tmp_path, capfd):

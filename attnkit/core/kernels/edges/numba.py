@@ -27,8 +27,7 @@ from attnkit.core.kernels.base import (
 from attnkit.core.kernels.edges.edges import EdgesKernel
 from attnkit.core.kernels.edges.problem import EdgeProblem, Gradients, Results
 from attnkit.core.masks.edges import Edges
-from attnkit.core.operators.caches import caches
-from attnkit.core.operators.cpu import run_tasks
+from attnkit.core.operators.cpu import caches, run_tasks
 from attnkit.core.operators.precision import EXACT
 from attnkit.core.scores.additive import Additive
 

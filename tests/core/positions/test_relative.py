@@ -1,4 +1,4 @@
-"""Rotary positions: scores see differences only, and decoding with a cache is one long sequence."""
+"""Relative positions: rotary ones and biases, by which scores see differences only."""
 
 import copy
 
@@ -6,8 +6,7 @@ import pytest
 import timm.layers
 import torch
 
-import attnkit
-from attnkit import Causal, MultiHeadAttention, Padding, Rotary1d, Rotary2d
+from attnkit import ALiBi, Causal, RelativeBias1d, RelativeBias2d, Rotary1d, Rotary2d, attend
 
 GRID = (3, 5)
 
@@ -21,9 +20,8 @@ def constant(tokens, dim):
     return torch.randn(dim, dtype=torch.float64).expand(1, 1, tokens, dim)
 
 
-@pytest.mark.parametrize("start", [0, 2])
-def test_scores_in_1d_depend_on_differences_only(start):
-    query, key = line().rotation(11, start)(constant(11, 10), constant(11, 10))
+def test_scores_in_1d_depend_on_differences_only():
+    query, key = line().rotation(11, 2)(constant(11, 10), constant(11, 10))
     scores = (query @ key.transpose(-2, -1))[0, 0]
     values = []
     for difference in range(-10, 11):
@@ -74,35 +72,21 @@ def test_2d_equals_timm():
     torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("chunks", [(1,) * 11, (4, 1, 6)])
-def test_keys_turned_before_they_are_cached(chunks):
+def test_keys_turned_before_they_are_cached():
     """Each chunk turned from where it starts, against all tokens at once."""
     query, key, value = torch.randn(3, 2, 3, 11, 10, dtype=torch.float64)
     rotary = line()
     turned_query, turned_key = rotary(query, key)
-    whole = attnkit.attend(turned_query, turned_key, value, mask=Causal())
+    whole = attend(turned_query, turned_key, value, mask=Causal())
     cache, outputs, start = key[:, :, :0], [], 0
-    for size in chunks:
+    for size in (4, 1, 6):
         now = slice(start, start + size)
         turned_query, new = rotary.rotation(size, start)(query[:, :, now], key[:, :, now])
         cache = torch.cat([cache, new], dim=2)
         mask = Causal(align="bottom_right")
-        outputs.append(attnkit.attend(turned_query, cache, value[:, :, : now.stop], mask=mask))
+        outputs.append(attend(turned_query, cache, value[:, :, : now.stop], mask=mask))
         start += size
     torch.testing.assert_close(torch.cat(outputs, dim=2), whole)
-
-
-def test_padding_on_the_left_changes_nothing_with_positions_of_their_own():
-    block = MultiHeadAttention(20, 2).double()
-    rotary = line()
-    tokens = torch.randn(2, 7, 20, dtype=torch.float64)
-    alone = block(tokens, mask=Causal(), positions=rotary)
-    padded = torch.cat([torch.randn(2, 3, 20, dtype=torch.float64), tokens], dim=1)
-    real = (torch.arange(10) >= 3).expand(2, 10)
-    places = (real.cumsum(1) - 1).clamp(min=0)
-    mask = Causal() & Padding(real)
-    at = block(padded, mask=mask, positions=rotary.rotation_at(places))
-    torch.testing.assert_close(at[:, 3:], alone)
 
 
 def test_positions_of_packed_sequences_begin_anew():
@@ -115,13 +99,6 @@ def test_positions_of_packed_sequences_begin_anew():
             expected = rotary(query[item : item + 1, :, part], key[item : item + 1, :, part])
             for turned, right in zip(ours, expected, strict=True):
                 torch.testing.assert_close(turned[item : item + 1, :, part], right)
-
-
-def test_grouped_heads_turn_alike():
-    query, key = torch.randn(3, 4, 7, 10), torch.randn(3, 2, 7, 10)
-    turned = Rotary1d(10, 7)(query, key)
-    repeated = Rotary1d(10, 7)(query, key.repeat_interleave(2, dim=1))
-    assert torch.equal(turned[1].repeat_interleave(2, dim=1), repeated[1])
 
 
 def test_scores_in_2d_depend_on_differences_only():
@@ -140,8 +117,8 @@ def test_scores_in_2d_depend_on_differences_only():
     assert len(values.unique()) == 45
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 2])
-def test_a_prefix_moves_the_grid_and_is_left_alone(prefix):
+def test_a_prefix_moves_the_grid_and_is_left_alone():
+    prefix = 2
     rotary = Rotary2d(8, GRID, num_prefix_tokens=prefix)
     query, key = torch.randn(2, 3, 11, 15 + prefix, 8)
     turned_query, turned_key = rotary(query, key)
@@ -201,6 +178,75 @@ def test_compiled():
     torch.testing.assert_close(compiled(*given), both(*given))
 
 
+@pytest.mark.parametrize("num_heads", [1, 2, 5, 8, 12])
+def test_alibi_is_its_formula(num_heads):
+    bias = ALiBi(num_heads)(5, 7, offset=2)
+    powers = {1: [8], 2: [4, 8], 8: range(1, 9)}
+    powers[5] = [2, 4, 6, 8, 1]
+    powers[12] = [*range(1, 9), 0.5, 1.5, 2.5, 3.5]
+    slopes = 2.0 ** -torch.tensor([float(power) for power in powers[num_heads]])
+    distance = (torch.arange(7) - torch.arange(5)[:, None] - 2).abs()
+    torch.testing.assert_close(bias, -slopes[None, :, None, None] * distance)
+
+
+def test_alibi_under_causal_is_the_papers():
+    query, key, value = torch.randn(3, 2, 3, 7, 5, dtype=torch.float64).unbind()
+    alibi = ALiBi(3).double()
+    papers = alibi.slopes[:, None, None] * torch.arange(7)
+    symmetric = attend(query, key, value, mask=Causal(), bias=alibi(7))
+    torch.testing.assert_close(symmetric, attend(query, key, value, mask=Causal(), bias=papers))
+
+
+def test_relative_1d_is_its_formula():
+    module = RelativeBias1d(3, 4)
+    bias = module(11, 7, offset=-2)
+    for i in range(11):
+        for j in range(7):
+            distance = max(-4, min(4, j - i + 2))
+            assert torch.equal(bias[0, :, i, j], module.table[distance + 4])
+    bias[:, 1].sum().backward()
+    assert module.table.grad[:, 1].sum() == 77
+    assert (module.table.grad[:, [0, 2]] == 0).all()
+
+
+def test_relative_2d_is_torchvisions_and_timms():
+    from timm.models.swin_transformer import WindowAttention
+    from torchvision.models.swin_transformer import ShiftedWindowAttention
+
+    theirs = ShiftedWindowAttention(12, [3, 5], [0, 0], 2)
+    timms = WindowAttention(12, 2, window_size=(3, 5))
+    ours, prefixed = RelativeBias2d(2, 3, 5), RelativeBias2d(2, 3, 5, num_prefix_tokens=1)
+    with torch.no_grad():
+        ours.table.normal_()
+        for table in (theirs.relative_position_bias_table, timms.relative_position_bias_table):
+            table.copy_(ours.table)
+        prefixed.table.copy_(ours.table)
+    assert torch.equal(ours(), theirs.get_relative_position_bias())
+    assert torch.equal(ours()[0], timms._get_rel_pos_bias().reshape(2, 15, 15))
+    assert torch.equal(prefixed(), torch.nn.functional.pad(ours(), (1, 0, 1, 0)))
+    # and through the attention, torchvision's with its own projections
+    x = torch.randn(2, 3, 5, 12)
+    with torch.no_grad():
+        heads = theirs.qkv(x).flatten(1, 2).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        output = attend(*heads.unbind(), bias=ours()).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(theirs.proj(output), theirs(x).flatten(1, 2))
+
+
+def test_relative_2d_is_resized():
+    module = RelativeBias2d(2, 3, 5, num_prefix_tokens=1)
+    assert torch.equal(module.resized(3, 5).table, module.table)
+    with torch.no_grad():  # a plane stays nearly one
+        y, x = torch.meshgrid(torch.arange(-2.0, 3), torch.arange(-4.0, 5), indexing="ij")
+        module.table.copy_(torch.stack([y, 3 * x], dim=-1).view(-1, 2))
+    larger = module.resized(7, 11)
+    assert larger().shape == (1, 2, 78, 78)
+    table = larger.table.view(13, 21, 2)
+    assert torch.allclose(table[6, 10], torch.zeros(2), atol=1e-5)  # no offset stays none
+    middle = table[4:9, 7:14]
+    assert torch.allclose(middle[1:, :, 0] - middle[:-1, :, 0], torch.tensor(5 / 13), atol=0.1)
+    assert torch.allclose(middle[:, 1:, 1] - middle[:, :-1, 1], torch.tensor(27 / 21), atol=0.3)
+
+
 def tokens(count, dim=8):
     return torch.randn(2, 1, 1, count, dim)
 
@@ -218,14 +264,15 @@ def tokens(count, dim=8):
         (lambda: Rotary1d(8, 5).rotation_at(torch.arange(3)), r"integers \[batch, tokens\], got"),
         (lambda: Rotary1d(8, 5).rotation_at(torch.zeros(1, 3)), "got torch.float32"),
         (lambda: Rotary1d(8, 5)(*tokens(3, dim=16)), "query: head_dim 16, but the rotation is for"),
-        (
-            lambda: Rotary1d(8, 5).rotation(4)(*tokens(3)),
-            "query: 3 tokens, but the rotation is for",
-        ),
+        (lambda: Rotary1d(8, 5).rotation(4)(*tokens(3)), "query: 3 tokens, but the rotation is"),
         (lambda: Rotary2d(6, GRID), "head_dim: 6 is not a multiple of 4"),
         (lambda: Rotary2d(8, (0, 5)), "rows: expected at least 1, got 0"),
         (lambda: Rotary2d(8, GRID, num_prefix_tokens=-1), "num_prefix_tokens: expected at least 0"),
         (lambda: Rotary2d(8, GRID)(*tokens(14)), "14 tokens, but the rotation is for 15"),
+        (lambda: ALiBi(0), "num_heads: expected at least 1, got 0"),
+        (lambda: RelativeBias1d(3, 0), "max_distance: expected at least 1, got 0"),
+        (lambda: RelativeBias2d(3, 0, 5), "height: expected at least 1, got 0"),
+        (lambda: RelativeBias2d(3, 3, 5, num_prefix_tokens=-1), "num_prefix_tokens: expected"),
     ],
 )
 def test_wrong_sizes_are_named(call, message):

@@ -91,19 +91,14 @@ def test_every_way_to_name_it(original, way):
     assert set(rows["label"]) <= {"cat", "dog", "owl"}
 
 
-def test_device_and_training_on(original):
+def test_device_training_on_and_defaults_that_are_written_out(original):
     module = attnkit.load(original, "meta")
     assert all(tensor.is_meta for tensor in module.parameters())
     module = attnkit.load(original).train()
     module(IMAGES.float() / 255).sum().backward()
     assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
-
-
-def test_defaults_are_written_out(original):
     model = json.loads((original / "config.json").read_text())["module"]["model"]
-    assert model["qkv_bias"] is True
-    assert model["norm_eps"] == 1e-6
-    assert model["dim"] == 24
+    assert (model["qkv_bias"], model["norm_eps"], model["dim"]) == (True, 1e-6, 24)
 
 
 def test_nodes(tmp_path):
@@ -267,18 +262,15 @@ def test_a_strangers_config_runs_nothing(folder, trace, case):
     assert len(str(caught.value).splitlines()) <= 4
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_a_strangers_weights_run_nothing(folder, trace, legacy):
-    file = io.BytesIO()
-    torch.save({"x": Call(str(trace))}, file, _use_new_zipfile_serialization=not legacy)
-    replace_weights(folder, file.getvalue())
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
-        attnkit.load(folder)
-
-
-def test_a_strangers_programs_are_not_read(folder, trace):
+def test_a_strangers_weights_run_nothing_and_programs_are_not_read(folder, trace):
     torch.save({"x": Call(str(trace))}, folder / "model.pt2")
     assert attnkit.load(folder) is not None
+    for legacy in (False, True):
+        file = io.BytesIO()
+        torch.save({"x": Call(str(trace))}, file, _use_new_zipfile_serialization=not legacy)
+        replace_weights(folder, file.getvalue())
+        with pytest.raises(CheckpointError, match="not a safetensors file"):
+            attnkit.load(folder)
 
 
 def test_own_classes_are_named(tmp_path, monkeypatch):
@@ -310,10 +302,16 @@ def test_what_cannot_be_exported(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="formats: expected some of"):
         Export(tmp_path, ["tensorflow"])
     monkeypatch.setattr("attnkit.lightning.export.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"onnx: needs onnx.*\n  pip install 'attnkit\[onnx\]'"):
-        Export(tmp_path / "asked", ["onnx"])(vit())
+    (tmp_path / "given").mkdir()
+    for name in ("asked", "given"):
+        with pytest.raises(UserError, match=r"onnx: needs onnx.*\n  pip install 'attnkit\[onnx\]'"):
+            Export(tmp_path / name, ["onnx"])(vit())
+    (tmp_path / "given").rmdir()  # empty, as it was
     assert list(tmp_path.iterdir()) == []
-    Export(tmp_path / "asked", ["safetensors"])(vit())
+    written = Export(tmp_path / "asked")(vit())
+    assert "needs onnx" in written.left_out["onnx"]
+    assert sorted((tmp_path / "asked").iterdir()) == sorted(written.files)
+    assert list(written.differences) == ["model.pt2"]
     with pytest.raises(UserError, match="is not empty"):
         Export(tmp_path / "asked")(vit())
 
@@ -333,17 +331,6 @@ def test_a_network_changed_in_python_gives_programs_alone(given, tmp_path):
     torch.testing.assert_close(program(IMAGES), module(IMAGES))
     with pytest.raises(CheckpointError, match=r"holds programs and no weights; load model\.pt2 by"):
         attnkit.load(tmp_path / "export")
-
-
-def test_an_export_that_fails_leaves_a_given_folder_empty(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnkit.lightning.export.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="onnx: needs"):
-        Export(tmp_path, ["onnx"])(vit())
-    assert list(tmp_path.iterdir()) == []
-    written = Export(tmp_path)(vit())
-    assert "needs onnx" in written.left_out["onnx"]
-    assert sorted(tmp_path.iterdir()) == sorted(written.files)
-    assert list(written.differences) == ["model.pt2"]
 
 
 class Untraceable(ImageClassification):

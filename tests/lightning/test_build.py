@@ -32,12 +32,9 @@ def test_builds_nested_nodes_and_leaves_the_rest():
     assert built["plain"]["object"] is module
 
 
-def test_arguments_given_go_over_those_of_the_node():
+def test_arguments_given_go_over_those_of_the_node_and_partial_leaves_the_call():
     assert build(LINEAR, out_features=5).weight.shape == (5, 7)
     assert LINEAR["out_features"] == 3
-
-
-def test_partial():
     partial = build({"_target_": "torch.optim.SGD", "_partial_": True, "lr": 0.25})
     assert isinstance(partial, functools.partial)
     assert partial([nn.Parameter(torch.ones(3))]).param_groups[0]["lr"] == 0.25
@@ -51,32 +48,14 @@ def test_every_kind_and_function_listed_is_there():
         assert callable(find(name))
 
 
-HOSTILE = [
-    "os.system",
-    "builtins.exec",
-    "subprocess.Popen",
-    "shutil.rmtree",
-    "torch.load",
-    "torch.os.system",
-    "torch.hub.load",
-    "torch.utils.cpp_extension.load_inline",
-    "torch.serialization.os.remove",
-    "torch.nn.modules.module.functools.partial",
-    "torch.nn.Module.load_state_dict",
-    "torch.nn.Module.__init_subclass__",
-    "torch.Tensor",
-    "lightning.pytorch.cli.LightningCLI",
-    "lightning.fabric.utilities.cloud_io._load",
-    "timm.models.load_checkpoint",
-    "torchvision.datasets.utils.download_url",
-    "attnkit.lightning.build",
-    "attnkit.lightning.files.replacing",
-]
-
-
-@pytest.mark.parametrize("target", HOSTILE)
+@pytest.mark.parametrize(
+    "target",
+    ["os.system", "torch.load", "torch.os.system", "torch.Tensor", "torch.nn.Module.__init_subclass__",
+     "lightning.fabric.utilities.cloud_io._load", "attnkit.lightning.files.replacing"],
+)  # fmt: skip
 @pytest.mark.parametrize("partial", [False, True])
 def test_refuses_what_is_no_module_callback_and_so_on(target, partial):
+    """More of them are in tests/launch/config/hostile.py."""
     with pytest.raises(UserError, match=r"^model\.deep\._target_: ") as raised:
         build({"deep": {"_target_": target, "_partial_": partial}}, at="model")
     assert target in str(raised.value)
@@ -129,12 +108,8 @@ def test_a_users_own_package_is_allowed_by_name_only(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_errors_name_the_key_path(node, message):
-    with pytest.raises(UserError, match=message):
+def test_errors_name_the_key_path_and_chain_their_cause(node, message):
+    with pytest.raises(UserError, match=message) as raised:
         build(node, at="model")
-
-
-def test_a_constructors_error_is_chained():
-    with pytest.raises(UserError) as raised:
-        build({"_target_": "torch.nn.Linear"}, at="model")
-    assert isinstance(raised.value.__cause__, TypeError)
+    if message.startswith("model: "):
+        assert isinstance(raised.value.__cause__, TypeError | ValueError)
