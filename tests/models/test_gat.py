@@ -14,8 +14,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 import attnkit
 from attnkit import GAT, Edges, interop
 from attnkit.core.masks.adjacency import Adjacency
-from attnkit.launch.config.annotations import accepts
-from attnkit.launch.config.signatures import signature_of
+from attnkit.launch.config.signatures import accepts, signature_of
 from attnkit.layers.graph.attention import GraphScoreName
 
 NODES, CHANNELS, CLASSES = 17, 13, 5

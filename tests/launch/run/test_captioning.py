@@ -129,7 +129,6 @@ WRONG = [
     ("module.method=bean", "method: expected 'greedy', 'beam' or 'sample', got 'bean'"),
     # what was trained with something else
     (f"{TEST} data.image_size=32", "data.image_size: got 32, but the module was made for 24"),
-    ("max_words: expected 3 to "),
     ("run=test ckpt={mixed}", "does not fit the model\n  size mismatch for model.decoder.embed"),
     ("resume={mixed} trainer.max_epochs=20", "last.ckpt does not fit the model"),
     (

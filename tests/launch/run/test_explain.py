@@ -122,11 +122,9 @@ REFUSED = [
     (("explain.method=shap",), "explain.method: expected one of attention, value_weighted"),
     (("explain.methods=[]",), "methods: expected some"),
     (("explain.target=10",), "explain.target: expected a class from 0 to 9, got 10"),
-    ("explain.target: expected the name of a class (0, 1, 2"),
     (("explain.target=3", "explain.method=rollout"), "explain.target: 'rollout' gives the same"),
     (("explain.trust=sometimes",), "explain.trust: expected Literal['fast', 'full', 'none']"),
     (("explain.num_images=0",), "num_images: expected at least 1"),
-    ("num_images: expected 64 or fewer"),
     (
         ("explain.nodes=[1]",),
         "explain.nodes: expected none for images, got [1]; images are explained image by image",
@@ -137,9 +135,7 @@ REFUSED = [
     ),
     (("explain.against=nowhere",), "explain.against: no file"),
     (("explain.against=RUNS/coarse",), "explain.against: its maps are 2 x 2, the first model's 4"),
-    ("explain.against: no file"),
     (("images=RUNS/one/checkpoints",), "images: no image files under"),
-    ("images: no file or folder"),
     (("images=RUNS/broken.png",), "images: none of the first 1 in"),
     (
         ("predict.batch_size=3",),
@@ -147,7 +143,6 @@ REFUSED = [
     ),
     (("images=RUNS/pictures", "data.batch_size=3"), "data.batch_size=3: has no effect in run="),
     (("explain.device=cuda:99",), "explain.device: 'cuda:99' is not available"),
-    ("explain.sead: attnkit.interpret.report.Report has no such key"),
     (("trainer=cpu",), "trainer=cpu: has no effect in run=explain"),
 ]
 

@@ -52,6 +52,7 @@ def test_a_class_of_ones_own(mine, refused, words, name):
         "run_dir=run",
         "callbacks.curves=null",
         by=mine,
+        begun=True,
     )
     assert "train/loss" in done.err
     assert "val/loss" in done.err
@@ -85,6 +86,7 @@ def test_a_schedule(mine, refused, hers):
         "run_dir=run",
         "callbacks.curves=null",
         by=mine,
+        begun=True,
     )
     assert done.err.count("\n") == 1
 

@@ -109,6 +109,7 @@ def test_predict(attnkit, refused, trained, tmp_path):
         "run=predict",
         f"ckpt={trained}",
         f"images={images / 'broken.png'}",
+        begun=True,
     )
 
 
