@@ -38,7 +38,7 @@ from attnkit.tasks.graphs.sampling import (
     pyg_neighbor_loader,
 )
 from attnkit.tasks.graphs.splits import are_alike, node_keys
-from attnkit.tasks.loaders import is_limited, loader_options, make_loader
+from attnkit.tasks.loaders import is_limited, loader_options, make_loader, module_of
 from attnkit.tasks.summary import class_lines, outputs_text, split_line
 
 SPARSE = 0.1  # features with a smaller share of nonzero numbers are kept sparse
@@ -319,7 +319,7 @@ class GraphDataModule(DescribedGraphs):
 
         Nodes that train and test share in this data are kept; training has warned of them.
         """
-        graph, module = self.graph, self.trainer.lightning_module if self.trainer else None
+        graph, module = self.graph, module_of(self)
         if not isinstance(module, TaskModule):
             return self._whole
         known = was_trained_on(module, self._node_keys())
@@ -359,8 +359,7 @@ class GraphDataModule(DescribedGraphs):
 
     def _links_loader(self, sets: LinkSets, split: str) -> Any:
         if split == "test":
-            module = self.trainer.lightning_module if self.trainer else None
-            items = sets.tested(module, self._node_keys())
+            items = sets.tested(module_of(self), self._node_keys())
         else:
             items = sets.items(split, self.batch_size or 1)
         size = self.batch_size if split == "train" else len(items)
@@ -388,8 +387,7 @@ class GraphDataModule(DescribedGraphs):
 
     def _by_layers(self, split: str) -> bool:
         """Return whether the nodes of a split are computed layer by layer."""
-        module = self.trainer.lightning_module if self.trainer else None
-        can = getattr(getattr(module, "model", None), "hops", None) is not None
+        can = getattr(getattr(module_of(self), "model", None), "hops", None) is not None
         if self.evaluation == "layers" and not can:
             raise UserError(
                 "data.evaluation: layers needs a model that can be computed layer by layer, as "

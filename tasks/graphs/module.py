@@ -194,14 +194,7 @@ def num_layers(model: nn.Module) -> int:
 class LearnsClasses(ClassificationModule):
     """Base of modules that predict one class of each node or graph (see `OfGraphs`).
 
-    Args:
-        model: a module, or its configuration (see `TaskModule`); the other base class describes its
-            inputs and outputs.
-        optimizer, scheduler, finetune: see `TaskModule`.
-        num_classes: at least 2.
-        class_names: for tables; "0", "1", … unless given.
-        in_channels: number of features of a node; if given, data with another number is refused.
-        class_weights: see `ClassificationModule`.
+    The arguments are those of `NodeClassification`.
     """
 
     targets: tuple[str, ...] = ("classes",)
@@ -270,16 +263,8 @@ class LearnsClasses(ClassificationModule):
 class LearnsValues(ValuesModule):
     """Base of modules that predict several labels or numbers of each node or graph.
 
-    See `ValuesModule` for the metrics, and `OfGraphs` for the second base class.
-
-    Args:
-        model: a module, or its configuration (see `TaskModule`); the other base class describes its
-            inputs and outputs.
-        optimizer, scheduler, finetune: see `TaskModule`.
-        target: "labels" or "numbers".
-        num_outputs: number of labels or numbers of a node or graph.
-        class_names: names of the outputs, for tables; "0", "1", … unless given.
-        in_channels: number of features of a node; if given, data with another number is refused.
+    See `ValuesModule` for the metrics, and `OfGraphs` for the second base class. The arguments are
+    those of `NodeValues`.
     """
 
     targets: tuple[str, ...]

@@ -1,8 +1,7 @@
 """Writes the edges with the most attention of each node, for `predict.attention`."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning import Callback, LightningModule, Trainer
@@ -19,23 +18,11 @@ from attnkit.lightning.files import write_csv
 from attnkit.tasks.graphs.data import FullGraph
 from attnkit.tasks.graphs.sampling import sub_graphs
 
+Row = tuple[int, str, int | str, int, float]
+"""An edge: its target; layer and head, a number or "mean"; its source; and its weight.
 
-class Looked(NamedTuple):
-    """The edges with the most attention of each target, in one layer and head.
-
-    They are sorted by target, the largest weight first.
-
-    layer: the name of the layer.
-    head: the number of the head, or "mean".
-    target, source: int64 [edges], numbers of nodes; −1 − v is virtual node v of the model.
-    weight: [edges].
-    """
-
-    layer: str
-    head: int | str
-    target: Tensor
-    source: Tensor
-    weight: Tensor
+Sources are numbers of nodes; −1 − v is virtual node v of the model.
+"""
 
 
 class NodePredictions(Callback):
@@ -75,7 +62,7 @@ class NodePredictions(Callback):
         self.attention = attention
         self.top_k = top_k
         self.heads = heads
-        self._looked: list[Looked] = []
+        self._rows: list[Row] = []
 
     def on_predict_batch_end(
         self,
@@ -99,19 +86,20 @@ class NodePredictions(Callback):
                 found = looked_at(pl_module, part, self.top_k, each_head=self.heads == "each")
                 if not found:
                     raise UserError("predict.attention: the model has no attention along edges")
-                self._looked += found
+                self._rows += found
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # also called in a process whose part of the data is empty
         if stage != "predict" or not self.attention:
             return
-        looked = gathered(trainer, self._looked)
-        if trainer.is_global_zero and looked:
+        # A node is in one batch, whose rows are in the order of layers, heads and weights.
+        rows = sorted(gathered(trainer, self._rows), key=lambda row: row[0])
+        if trainer.is_global_zero and rows:
             names = getattr(getattr(trainer, "datamodule", None), "node_names", None)
             extra = ("name", "source_name") if names else ()
             header = ["node", *extra[:1], "layer", "head", "source", *extra[1:], "weight"]
-            write_csv(self.path, header, _rows(looked, names))
-        self._looked = []
+            write_csv(self.path, header, (_cells(row, names) for row in rows))
+        self._rows = []
 
 
 def gathered(trainer: Trainer, found: list[Any]) -> list[Any]:
@@ -123,13 +111,15 @@ def gathered(trainer: Trainer, found: list[Any]) -> list[Any]:
     return [one for part in parts for one in part]
 
 
-def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) -> list[Looked]:
+def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) -> list[Row]:
     """Return the `top_k` edges with the most attention of each node, or each seed of a sub-graph.
+
+    They are in the order of layers, heads, targets and weights, the largest first.
 
     Raises:
         UserError: the attention of the model cannot be recorded.
     """
-    found: list[Looked] = []
+    found: list[Row] = []
     times: dict[str, int] = {}
     seeds = batch.batch_size if "batch_size" in batch else batch.num_nodes
     nodes = batch.n_id.cpu() if "n_id" in batch else torch.arange(batch.num_nodes)
@@ -149,9 +139,9 @@ def looked_at(module: nn.Module, batch: Data, top_k: int, *, each_head: bool) ->
             columns = {head: weights[:, head] for head in range(call.num_heads)}
         for head, weight in columns.items():
             best = largest_of_each(target, weight, top_k)
-            found.append(
-                Looked(layer, head, numbers[target[best]], numbers[source[best]], weight[best])
-            )
+            ends = numbers[target[best]].tolist(), numbers[source[best]].tolist()
+            named = [layer] * len(best), [head] * len(best)
+            found.extend(zip(ends[0], *named, ends[1], weight[best].tolist(), strict=True))
 
     model = cast(nn.Module, module.model)
     try:
@@ -176,22 +166,12 @@ def largest_of_each(target: Tensor, weight: Tensor, top_k: int) -> Tensor:
     return order[torch.arange(len(order), device=order.device) - first < top_k]
 
 
-def _rows(looked: list[Looked], names: list[str] | None) -> Iterator[list[Any]]:
-    """Yield rows of the table: by node, then in the order of layers, heads and weights."""
-    kinds = list(dict.fromkeys((one.layer, one.head) for one in looked))
-    kind_of = {kind: place for place, kind in enumerate(kinds)}
-    target, source, weight = (
-        torch.cat([getattr(one, name) for one in looked]) for name in ("target", "source", "weight")
-    )
-    kind = torch.cat([torch.full_like(o.target, kind_of[o.layer, o.head]) for o in looked])
-    order = kind.argsort(stable=True)
-    order = order[target[order].argsort(stable=True)]
-    for place in order.tolist():
-        node, other = int(target[place]), int(source[place])
-        layer, head = kinds[int(kind[place])]
-        yield [
-            node, *([names[node]] if names else []), layer or "(model)", head,
-            f"virtual {-1 - other}" if other < 0 else other,
-            *([names[other] if other >= 0 else ""] if names else []),
-            f"{float(weight[place]):.6f}",
-        ]  # fmt: skip
+def _cells(row: Row, names: list[str] | None) -> list[Any]:
+    """Return the row of the table."""
+    node, layer, head, source, weight = row
+    is_virtual = source < 0
+    return [
+        node, *([names[node]] if names else []), layer or "(model)", head,
+        f"virtual {-1 - source}" if is_virtual else source,
+        *(["" if is_virtual else names[source]] if names else []), f"{weight:.6f}",
+    ]  # fmt: skip

@@ -16,8 +16,7 @@ from torch_geometric.data import Data
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
-from attnkit.core.masks.edges import Edges
-from attnkit.core.masks.remembered import remembered_edges
+from attnkit.core.masks.edges import Edges, remembered_edges
 from attnkit.layers.graph.receptive_field import ReceptiveField
 from attnkit.lightning import UserError
 from attnkit.lightning.protocols import Explained

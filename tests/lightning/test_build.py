@@ -50,8 +50,9 @@ def test_every_kind_and_function_listed_is_there():
 
 @pytest.mark.parametrize(
     "target",
-    ["os.system", "torch.load", "torch.os.system", "torch.Tensor", "torch.nn.Module.__init_subclass__",
-     "lightning.fabric.utilities.cloud_io._load", "attnkit.lightning.files.replacing"],
+    ["os.system", "torch.load", "torch.os.system", "torch.nn.Module.__init_subclass__",
+     "torch.Tensor", "lightning.fabric.utilities.cloud_io._load",
+     "attnkit.lightning.files.replacing"],
 )  # fmt: skip
 @pytest.mark.parametrize("partial", [False, True])
 def test_refuses_what_is_no_module_callback_and_so_on(target, partial):

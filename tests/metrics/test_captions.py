@@ -2,9 +2,6 @@
 
 import json
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -137,16 +134,13 @@ def test_no_captions(kind):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one_corpus(pairs, tmp_path):
-    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
-    script = Path(__file__).with_name("two_ranks.py")
-    ranks = [subprocess.Popen([sys.executable, script, tmp_path, str(rank)]) for rank in range(2)]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+def test_two_ranks_are_one_corpus(pairs, of_two_ranks, tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps(pairs))
+    found = of_two_ranks(tmp_path)
     expected = {kind.__name__: value_of(kind, *pairs).item() for kind in KINDS}
-    for rank in range(2):
-        results = json.loads((tmp_path / f"{rank}.json").read_text())
+    for results in found:
         assert len(results) == 2
-        for result in results.values():
+        for result in results:
             assert result["alone"] == result["together"] == result["again"] == expected
             assert [prediction for _, prediction, _ in result["captions"]] == pairs[0]
             scores = [score for score, *_ in result["captions"]]

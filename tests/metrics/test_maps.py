@@ -1,10 +1,6 @@
 """Metrics of maps: closed forms, whole test sets, ranks, and what is refused."""
 
-import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +10,6 @@ from torchmetrics import MetricCollection
 
 from attnkit.metrics import AttributionMass, PerturbationGap, PointingGame
 from attnkit.metrics.maps import on_grid
-
-TWO_RANKS = Path(__file__).with_name("two_ranks_of_maps.py")
 
 
 def draw(count, generator):
@@ -170,20 +164,14 @@ def test_no_images(kind):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one_test_set(generator, tmp_path):
+def test_two_ranks_are_one_test_set(generator, two_ranks, of_two_ranks, tmp_path):
     images = draw(11, generator)
-    torch.save(images, tmp_path / "images.pt")
-    ranks = [
-        subprocess.Popen([sys.executable, TWO_RANKS, tmp_path, str(rank)]) for rank in range(2)
-    ]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
-    spec = importlib.util.spec_from_file_location("two_ranks_of_maps", TWO_RANKS)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    whole = script.results(*images)
+    (tmp_path / "data.json").write_text(json.dumps([part.tolist() for part in images]))
+    whole = two_ranks.of_maps(*images)
     assert whole.keys() == {"pointing", "mass", "gap"}
-    for rank in range(2):
-        for found in json.loads((tmp_path / f"{rank}.json").read_text()):
+    for results in of_two_ranks(tmp_path):
+        assert len(results) == 2
+        for found in results:
             assert found.keys() == whole.keys()
             for name, values in found.items():
                 assert values == pytest.approx(whole[name], rel=1e-4)

@@ -1,15 +1,22 @@
 """The graph transformer: graphs in a batch are each alone, and every option does something."""
 
+import networkx
 import pytest
 import torch
+from layer_support import assert_named
 from torch.nn import functional as F
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import TransformerConv
 from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
+from torch_geometric.utils import to_networkx
 
 import attnkit
-from attnkit.models.graph_model import GraphPool, graph_lengths
-from attnkit.models.graph_transformer import GraphTransformer, expander_edges
+from attnkit.models.graph_transformer import (
+    GraphTransformer,
+    expander_edges,
+    joined_edges,
+    virtual_edges,
+)
 
 IN, HIDDEN, CLASSES, EDGE_DIM = 5, 12, 3, 2
 
@@ -67,17 +74,6 @@ def test_each_branch_sees_what_it_should():
     torch.testing.assert_close(model(x, chain), model(x, other))
 
 
-def test_pairs_of_nodes():
-    model = make(readout="edge")
-    graph = some_graphs()[0]
-    pairs = torch.tensor([[0, 3, 3], [1, 2, 3]])
-    logits = model(graph.x, graph.edge_index, graph.edge_attr, pairs=pairs)
-    assert logits.shape == (3, CLASSES)
-    swapped = model(graph.x, graph.edge_index, graph.edge_attr, pairs=pairs.flip(0))
-    assert not torch.allclose(logits[:2], swapped[:2])
-    torch.testing.assert_close(logits[2], swapped[2])
-
-
 @pytest.mark.parametrize("transform", [AddRandomWalkPE(4), AddLaplacianEigenvectorPE(3)], ids=str)
 def test_positions_of_pyg(transform):
     graph = some_graphs()[2]
@@ -113,65 +109,53 @@ def test_kernels_and_gradients():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_pooling_is_attention_over_each_graph():
-    torch.manual_seed(0)
-    pool = GraphPool(HIDDEN, 3).double()
-    x = torch.randn(10, HIDDEN, dtype=torch.float64)
-    lengths = torch.tensor([3, 0, 7])
-    pooled = pool(x, lengths)
-    for row, part in zip(pooled, x.split(lengths.tolist()), strict=True):
-        expected = pool.attention(pool.query, part[None]) if len(part) else None
-        torch.testing.assert_close(
-            row, pool.attention.out_proj.bias if expected is None else expected[0, 0]
-        )
-    assert graph_lengths(torch.tensor([0, 0, 2])).tolist() == [2, 0, 1]
+@pytest.mark.parametrize("degree", [2, 4, 6])
+def test_expander_edges_are_a_regular_connected_graph(degree):
+    lengths = torch.tensor([101, 1, 3, 11])
+    edges = expander_edges(lengths, degree, seed=3)
+    source, target = edges
+    expected = torch.full((116,), degree)
+    expected[101] = 0  # alone in its graph
+    assert torch.equal(target.bincount(minlength=116), expected)
+    assert torch.equal(source.bincount(minlength=116), expected)
+    assert (source != target).all()
+    both = {tuple(edge) for edge in edges.T.tolist()}
+    assert both == {edge[::-1] for edge in both}
+    graph = to_networkx(Data(edge_index=edges, num_nodes=116), to_undirected=True)
+    parts = sorted(map(sorted, networkx.connected_components(graph)))
+    assert parts == [[*range(101)], [101], [102, 103, 104], [*range(105, 116)]]
+    assert torch.equal(edges, expander_edges(lengths, degree, seed=3))
+    assert not torch.equal(edges, expander_edges(lengths, degree, seed=4))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"local": None, "global_attention": None, "edge_dim": None}, "at least one, got None"),
-        ({"local": None}, "edge_dim: only local attention reads edges, got 2"),
-        ({"heads": 5}, "heads: 5 does not divide dim 12"),
-        ({"readout": "graphs"}, "readout: expected 'node', 'graph' or 'edge', got 'graphs'"),
-        ({"random_signs": True}, "random_signs: needs positions, but position_dim is None"),
-        ({"num_layers": 0}, "num_layers: expected at least 1, got 0"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        GraphTransformer(IN, HIDDEN, CLASSES, **{"heads": 3, "edge_dim": EDGE_DIM, **options})
+def test_expander_edges_expand():
+    """The second eigenvalue of the adjacency is near 2 √(d − 1), that of the best expanders, where
+    a ring with as many neighbours has nearly d."""
+    degree, nodes = 6, 501
+    source, target = expander_edges(torch.tensor([nodes]), degree)
+    matrix = torch.zeros(nodes, nodes, dtype=torch.float64)
+    matrix.index_put_((target, source), matrix.new_ones(1), accumulate=True)
+    values = torch.linalg.eigvalsh(matrix)
+    assert float(values[-1]) == pytest.approx(degree)
+    assert max(abs(float(values[0])), float(values[-2])) < 2 * (degree - 1) ** 0.5 + 0.3 < degree
 
 
-@pytest.mark.parametrize(
-    ("pairs", "error", "message"),
-    [
-        (
-            [[0, 1], [2, 3], [4, 5]],
-            ValueError,
-            r"the shape \[2, pairs\], got \[3, 2\], transposed\?",
-        ),
-        ([0, 1], ValueError, r"pairs: expected the shape \[2, pairs\], got \[2\]$"),
-        ([[0.0, 1.0], [2.0, 3.0]], TypeError, "pairs: expected integers .*, got torch.float32"),
-        ([[True, False], [False, True]], TypeError, "pairs: expected integers .*, got torch.bool"),
-        ([[0, -1], [2, 3]], IndexError, "pairs: go from -1 to 3, expected nodes 0 to 6"),
-        ([[0, 1], [2, 7]], IndexError, "pairs: go from 0 to 7, expected nodes 0 to 6"),
-    ],
-)
-def test_wrong_pairs_are_named(pairs, error, message):
-    graph, model = some_graphs()[0], make(readout="edge")
-    with pytest.raises(error, match=message):
-        model(graph.x, graph.edge_index, graph.edge_attr, pairs=torch.tensor(pairs))
+def test_virtual_nodes_are_joined_to_all_nodes_of_their_graph():
+    edges = virtual_edges(torch.tensor([2, 3]), 2)
+    to_virtual = [(0, 5), (1, 5), (2, 6), (3, 6), (4, 6), (0, 7), (1, 7), (2, 8), (3, 8), (4, 8)]
+    assert list(map(tuple, edges.T.tolist())) == [*to_virtual, *(edge[::-1] for edge in to_virtual)]
 
 
-def test_wrong_inputs_are_named():
-    model = make()
-    x, edge_index, edge_attr = torch.zeros(3, IN).double(), torch.zeros(2, 0).long(), None
-    edge_attr = torch.zeros(0, EDGE_DIM).double()
-    with pytest.raises(ValueError, match="batch: expected nodes in the order of their graphs"):
-        model(x, edge_index, edge_attr, batch=torch.tensor([0, 1, 0]))
-    with pytest.raises(ValueError, match="pairs: only for the readout 'edge'"):
-        model(x, edge_index, edge_attr, pairs=torch.zeros(2, 1).long())
+def test_joined_edges_begin_with_the_graphs_own():
+    own = torch.randint(0, 13, (2, 31))
+    joined, types = joined_edges(
+        attnkit.Edges(own, 13), torch.tensor([13]), degree=4, num_virtual=1, seed=2
+    )
+    assert torch.equal(joined.edge_index[:, :31], own)
+    assert types.tolist() == [0] * 31 + [1] * 4 * 13 + [2] * 13 + [3] * 13
+    assert joined.sizes == (13 + 1, 13 + 1)
+    assert (joined.edge_index[1, types == 2] == 13).all()
+    assert (joined.edge_index[0, types == 3] == 13).all()
 
 
 def test_exphormer_attends_along_all_edges_with_their_types():
@@ -226,20 +210,32 @@ def test_expander_edges_reach_far():
         torch.manual_seed(0)
         model = GraphTransformer(
             IN, HIDDEN, CLASSES, num_layers=3, heads=3, global_attention=None,
-            expander_degree=degree, num_virtual_nodes=num_virtual,
+            expander_degree=degree, num_virtual_nodes=num_virtual, backend="edges",
         ).eval()  # fmt: skip
         (gradient,) = torch.autograd.grad(model(x, chain)[39].sum(), x)
         assert len(gradient.abs().sum(1).nonzero()) == pytest.approx(seen, abs=4 * (degree or 0))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"expander_degree": 3, "global_attention": None}, "^expander_degree: expected an even"),
-        ({"expander_degree": 4, "local": None}, "expander_degree: .* local is None"),
-        ({"num_virtual_nodes": 1}, "num_virtual_nodes: replace global_attention"),
-    ],
-)
-def test_wrong_far_edges_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        GraphTransformer(IN, HIDDEN, CLASSES, heads=3, **options)
+FAR = {"global_attention": None, "edge_dim": None}
+WRONG = [
+    ({"local": None, "global_attention": None, "edge_dim": None}, "at least one, got None"),
+    ({"local": None}, "edge_dim: only local attention reads edges, got 2"),
+    ({"heads": 5}, "heads: 5 does not divide dim 12"),
+    ({"readout": "graphs"}, "readout: expected 'node', 'graph' or 'edge', got 'graphs'"),
+    ({"random_signs": True}, "random_signs: needs positions, but position_dim is None"),
+    ({"num_layers": 0}, "num_layers: expected at least 1, got 0"),
+    ({"expander_degree": 3, **FAR}, "expander_degree: expected an even number .* got 3"),
+    ({"expander_degree": 4, "local": None}, "expander_degree: .* local is None"),
+    ({"num_virtual_nodes": 1}, "num_virtual_nodes: replace global_attention"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_options_are_named(options, message):
+    options = {"heads": 3, "edge_dim": EDGE_DIM, **options}
+    assert_named(lambda: GraphTransformer(IN, HIDDEN, CLASSES, **options), message)
+
+
+def test_a_wrong_degree_is_named():
+    with pytest.raises(ValueError, match="degree: expected an even number of at least 2, got 3"):
+        expander_edges(torch.tensor([13]), 3)

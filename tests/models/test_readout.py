@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from layer_support import assert_named
 from torch_geometric import nn as pyg
 
 from attnkit import GAT, GraphTransformer, Polynormer, SGFormer, interop
 from attnkit.layers import ReceptiveField
-from attnkit.models.graph_model import PlainPool
+from attnkit.models.graph_model import GraphPool, PlainPool, graph_lengths
 
 NODES, IN, HIDDEN, CLASSES = 13, 5, 12, 3
 SIZES = (7, 0, 1, 5, 0)  # of graphs, also without nodes
@@ -50,6 +51,18 @@ def test_plain_pools_are_pygs(pool):
         weight = torch.randn_like(found)
         gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (found, expected)]
         torch.testing.assert_close(*gradients)
+
+
+def test_attention_pools_each_graph():
+    pool = GraphPool(HIDDEN, 3).double()
+    x, lengths = torch.randn(10, HIDDEN, dtype=torch.float64), torch.tensor([3, 0, 7])
+    pooled = pool(x, lengths)
+    for row, part in zip(pooled, x.split(lengths.tolist()), strict=True):
+        expected = pool.attention(pool.query, part[None])[0, 0] if len(part) else None
+        torch.testing.assert_close(
+            row, pool.attention.out_proj.bias if expected is None else expected
+        )
+    assert graph_lengths(torch.tensor([0, 0, 2])).tolist() == [2, 0, 1]
 
 
 def read_of(model, **given):
@@ -136,9 +149,23 @@ def test_one_graph_without_nodes_is_as_in_a_batch(name):
     torch.testing.assert_close(model(*nothing), model(*nothing, batch=batch, num_graphs=1))
 
 
-def test_the_graph_of_each_node_is_an_integer():
-    with pytest.raises(TypeError, match=r"batch: expected integers \[nodes\], got torch.float32"):
-        make("GAT", readout="graph")(*graph(), batch=torch.zeros(NODES))
+WRONG_PAIRS = [
+    ([[0, 1], [2, 3], [4, 5]], r"ValueError: .*shape \[2, pairs\], got \[3, 2\], transposed\?"),
+    ([0, 1], r"ValueError: pairs: expected the shape \[2, pairs\], got \[2\]$"),
+    ([[0.0, 1.0], [2.0, 3.0]], "TypeError: pairs: expected integers .*, got torch.float32"),
+    ([[True, False], [False, True]], "TypeError: pairs: expected integers .*, got torch.bool"),
+    ([[0, -1], [2, 3]], "IndexError: pairs: go from -1 to 3, expected nodes 0 to 12"),
+    ([[0, 1], [2, 13]], "IndexError: pairs: go from 0 to 13, expected nodes 0 to 12"),
+]
+
+
+@pytest.mark.parametrize(("pairs", "message"), WRONG_PAIRS)
+def test_wrong_pairs_and_graphs_are_named(pairs, message):
+    model = make("GraphTransformer", readout="edge")
+    assert_named(lambda: model(*graph(), pairs=torch.tensor(pairs)), message)
+    model, batch = make("GAT", readout="graph"), torch.zeros(NODES)
+    message = r"TypeError: batch: expected integers \[nodes\], got torch.float32"
+    assert_named(lambda: model(*graph(), batch=batch), message)
 
 
 @pytest.mark.parametrize("name", ["GAT", "GraphTransformer"])

@@ -1,19 +1,13 @@
-"""A random graph, and a Trainer that leaves nothing, for the tests of the graph task."""
+"""A random graph, and what OGB's evaluator computes, for the tests of the graph task."""
 
+import numpy as np
 import torch
-from lightning import Trainer
 from torch_geometric.data import Data
 
 from attnkit.tasks.graphs import GraphDataModule
 
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.02, "weight_decay": 5e-4}
 CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
-
-
-def quiet(folder, **options):
-    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    given = {**dict.fromkeys(silent, False), "num_sanity_val_steps": 0, **options}
-    return Trainer(accelerator="cpu", default_root_dir=folder, **given)
 
 
 class RandomGraph(GraphDataModule):
@@ -43,3 +37,16 @@ def ready(*arguments, **options):
     data = RandomGraph(*arguments, **options)
     data.setup()
     return data
+
+
+def ogb_hits(edges, others, k):
+    """`_eval_hits` of ogb.linkproppred.Evaluator: of scores of edges among those of all others."""
+    if len(others) < k:
+        return 1.0
+    return float(np.mean(np.asarray(edges) > np.sort(np.asarray(others))[-k]))
+
+
+def ogb_ranks(edges, others):
+    """The ranks of `_eval_mrr` of the same: of each edge among others of its own."""
+    edges, others = np.asarray(edges)[:, None], np.asarray(others)
+    return 0.5 * ((others > edges).sum(axis=1) + (others >= edges).sum(axis=1)) + 1

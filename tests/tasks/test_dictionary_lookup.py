@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from lightning import seed_everything
-from made_graphs import CONSTANT, quiet
+from made_graphs import CONSTANT
+from task_support import quiet
 from torch import nn
 from torch_geometric.data import Batch
 from torch_geometric.nn import GATConv, GATv2Conv

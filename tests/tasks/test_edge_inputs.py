@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from made_graphs import ADAM, CONSTANT, RandomGraph, quiet
+from made_graphs import ADAM, CONSTANT, RandomGraph
+from task_support import quiet
 from torch.nn import functional as F
 from torch_geometric.nn import GAT, GCN
 

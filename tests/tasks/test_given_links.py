@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer
+from made_graphs import ogb_hits, ogb_ranks
+from task_support import quiet
 from torch import nn
 
 from attnkit.launch.main import main
@@ -39,22 +40,7 @@ class Given(nn.Module):
 
 
 def figures(data, module, tmp_path):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet)
-    return trainer.test(module, datamodule=data, verbose=False)[0]
-
-
-def ogb_hits(edges, others, k):
-    """`_eval_hits` of ogb.linkproppred.Evaluator, in numpy."""
-    if len(others) < k:
-        return 1.0
-    return float(np.sum(edges > np.sort(others)[-k])) / len(edges)
-
-
-def ogb_ranks(edges, others):
-    """The ranks of `_eval_mrr` of ogb.linkproppred.Evaluator, in numpy."""
-    edges = edges.reshape(-1, 1)
-    return 0.5 * ((others > edges).sum(axis=1) + (others >= edges).sum(axis=1)) + 1
+    return quiet(tmp_path).test(module, datamodule=data, verbose=False)[0]
 
 
 @pytest.mark.parametrize("kind", ["collab", "ddi"])

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from made_graphs import ADAM, CONSTANT, RandomGraph, quiet
+from made_graphs import ADAM, CONSTANT, RandomGraph
 from made_graphs import ready as a_graph
+from task_support import quiet
 from torch_geometric.nn import GAT as PyGGAT
 
 import attnkit

@@ -9,14 +9,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from lightning import Trainer, seed_everything
+from lightning import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from made_graphs import ogb_hits, ogb_ranks
+from task_support import quiet
 from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.metrics import LinkPredHitRatio, LinkPredMRR
 from torch_geometric.nn import GCN
 from torch_geometric.transforms import RandomLinkSplit
-from torch_geometric.utils import negative_sampling, to_undirected
+from torch_geometric.utils import to_undirected
 from torchmetrics.functional.classification import binary_average_precision
 
 import attnkit
@@ -77,11 +79,6 @@ def model(**options):
     return attnkit.GAT(5, 12, 8, heads=3, **options)
 
 
-def trainer(tmp_path, **options):
-    given = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(accelerator="cpu", default_root_dir=tmp_path, **given, **options)
-
-
 # --- pairs that no edge joins ---------------------------------------------------------------------
 
 
@@ -110,14 +107,6 @@ def test_absent_pairs_are_the_complement_of_the_edges(edges):
     rows, targets = present_from(absent.present, torch.arange(NODES), NODES)
     assert is_absent[rows, targets].logical_not().all()
     assert len(rows) == NODES**2 - len(absent)
-
-
-def test_absent_pairs_are_those_that_pyg_draws():
-    graph = a_graph()
-    absent = AbsentPairs(graph.edge_index, NODES)
-    theirs = [negative_sampling(graph.edge_index, NODES, 10_000) for _ in range(20)]
-    everything = absent.at(torch.arange(len(absent)))
-    assert numbers(torch.cat(theirs, dim=1)) == numbers(everything)
 
 
 def test_a_node_that_is_joined_to_all_is_told_from_any_absent_pair():
@@ -238,26 +227,14 @@ def test_ranks_are_those_of_pyg_and_of_ogb():
         metric.update(every, torch.stack([rows, torch.full_like(rows, 29)]))
         module.val_metrics[name].update(ranks_of(edges, others))
         torch.testing.assert_close(module.val_metrics[name].compute(), metric.compute())
-    assert float((1 / ranks_of(edges, others)).mean()) == pytest.approx(ogb_mrr(edges, others))
+    assert float((1 / ranks_of(edges, others)).mean()) == pytest.approx(
+        (1 / ogb_ranks(edges, others)).mean()
+    )
     for k in (1, 3, 28, 29, 30):
         found = (ranks_of(edges.round(decimals=1), shared.round(decimals=1)) <= k).float().mean()
         assert float(found) == pytest.approx(
             ogb_hits(edges.round(decimals=1), shared.round(decimals=1), k)
         )
-
-
-def ogb_hits(edges, others, k):
-    """As `_eval_hits` of ogb.linkproppred.Evaluator: of all negatives alike."""
-    if len(others) < k:
-        return 1.0
-    return float((edges.numpy() > np.sort(others.numpy())[-k]).mean())
-
-
-def ogb_mrr(edges, others):
-    """As `_eval_mrr` of ogb.linkproppred.Evaluator: of the negatives of each edge."""
-    edges, others = edges.numpy()[:, None], others.numpy()
-    ranks = 1 + 0.5 * ((others > edges).sum(axis=1) + (others >= edges).sum(axis=1))
-    return float((1 / ranks).mean())
 
 
 class Two(nn.Linear):
@@ -281,7 +258,7 @@ def test_figures_of_a_test_are_those_of_its_pairs(tmp_path, directed):
     nodes = torch.randn(NODES, 6)
     data = ready(a_graph(directed))
     module = LinkPrediction(Given(nodes), directed=directed)
-    found = trainer(tmp_path).test(module, datamodule=data, verbose=False)[0]
+    found = quiet(tmp_path).test(module, datamodule=data, verbose=False)[0]
     scores = nodes[:, :3] @ nodes[:, 3:].T if directed else nodes @ nodes.T
     [batch] = batches(data, "test")
     edges, absent, others = (scores[tuple(p)] for p in (batch.pairs, batch.negatives, batch.ranked))
@@ -324,7 +301,9 @@ def test_a_stopped_training_goes_on_exactly(tmp_path):
         constant = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
         module = LinkPrediction(model(dropout_p=0.3), scheduler=constant)
         saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-        run = trainer(tmp_path, max_epochs=2, callbacks=[ExactResume(), saving])
+        run = quiet(
+            tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[ExactResume(), saving]
+        )
         run.fit(module, datamodule=Made(), ckpt_path=ckpt, weights_only=True)
         assert run.global_step > 8
         return module
@@ -339,18 +318,16 @@ def test_a_stopped_training_goes_on_exactly(tmp_path):
 def test_no_edge_of_a_training_is_tested(tmp_path):
     data = ready()
     module = LinkPrediction(model())
-    trainer(tmp_path, max_steps=1, limit_val_batches=0, enable_checkpointing=False).fit(
-        module, datamodule=data
-    )
+    quiet(tmp_path, max_steps=1, limit_val_batches=0).fit(module, datamodule=data)
     seen = numbers(torch.cat([data._link_sets.splits[s].edge_label_index for s in ("train", "val")],
                              dim=1))  # fmt: skip
     tested = []
     module.on_test_batch_start = lambda batch, *_: tested.append(batch.pairs)
-    trainer(tmp_path).test(module, datamodule=Made(), verbose=False)
+    quiet(tmp_path).test(module, datamodule=Made(), verbose=False)
     assert len(tested.pop()[0]) == len(batches(ready(), "test")[0].pairs[0])
     other = Made(seed=1)
     with pytest.warns(UserWarning, match=r"test: [0-9]+ of [0-9]+ edges; the others were in"):
-        trainer(tmp_path).test(module, datamodule=other, verbose=False)
+        quiet(tmp_path).test(module, datamodule=other, verbose=False)
     assert numbers(tested[0]) == numbers(batches(ready(seed=1), "test")[0].pairs) - seen
 
 
@@ -507,4 +484,4 @@ def test_labels_of_the_nodes_are_not_read():
 )  # fmt: skip
 def test_what_does_not_fit_together_is_named(tmp_path, module, data, message):
     with pytest.raises(UserError, match=message):
-        trainer(tmp_path, max_epochs=1, num_sanity_val_steps=0).fit(module(), datamodule=data())
+        quiet(tmp_path, max_epochs=1).fit(module(), datamodule=data())

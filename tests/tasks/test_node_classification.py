@@ -7,7 +7,8 @@ import pytest
 import sklearn.metrics
 import torch
 from lightning import seed_everything
-from made_graphs import ADAM, CONSTANT, RandomGraph, quiet, ready
+from made_graphs import ADAM, CONSTANT, RandomGraph, ready
+from task_support import quiet
 from torch import nn
 from torch.nn import functional as F
 from torch_geometric.nn import GAT, GCN

@@ -4,9 +4,10 @@ import csv
 
 import pytest
 import torch
-from made_graphs import RandomGraph, quiet, ready
+from made_graphs import RandomGraph, ready
 from PIL import Image
 from sklearn.metrics import accuracy_score
+from task_support import quiet
 from torch import nn
 from torch_geometric.nn import GAT, GCN
 from torch_geometric.utils import contains_self_loops, homophily, remove_self_loops

@@ -8,7 +8,8 @@ import pytest
 import sklearn.metrics
 import torch
 from lightning import seed_everything
-from made_graphs import RandomGraph, quiet
+from made_graphs import RandomGraph
+from task_support import quiet
 from torch.nn import functional as F
 from torch_geometric.data import Data
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from made_graphs import RandomGraph, quiet
+from made_graphs import RandomGraph
+from task_support import quiet
 from torch_geometric.utils import to_dense_adj, to_undirected
 
 import attnkit

@@ -8,9 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from lightning import Trainer, seed_everything
+from lightning import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sklearn.datasets import load_digits
+from task_support import quiet
 from torch import nn
 from torch_geometric.data import Batch, Data
 from torchmetrics.functional.classification import binary_auroc
@@ -28,7 +29,6 @@ from attnkit.tasks.graphs import (
     GraphValues,
     NodeClassification,
 )
-from attnkit.tasks.graphs.datasets.digits import _grids
 from attnkit.tasks.graphs.many_graphs import Graphs
 from attnkit.tasks.loaders import TokenLists, TokenSampler, cut
 
@@ -82,11 +82,6 @@ def model(num_classes=3, **options):
     )
 
 
-def trainer(tmp_path, **options):
-    given = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(accelerator="cpu", default_root_dir=tmp_path, **given, **options)
-
-
 # --- storage and batches --------------------------------------------------------------------------
 
 
@@ -126,18 +121,6 @@ def test_a_graph_alone_equals_itself_in_a_batch(name):
         without = module.model(one.x, one.edge_index, **features)
         torch.testing.assert_close(without, row[None], **EXACT)  # it is one graph
     assert together.std(dim=0).min() > 1e-4  # graphs differ
-
-
-def test_every_model_pools_what_its_head_reads():
-    for make in (attnkit.SGFormer, attnkit.Polynormer):
-        seed_everything(2)
-        network = make(5, 12, 3, readout="graph").eval()
-        seen = {}
-        network.pool.register_forward_hook(lambda _, given, out, seen=seen: seen.update(out=out))
-        batch = Graphs.of(some_graphs(), "classes").batch(torch.arange(4))
-        found = network(batch.x, batch.edge_index, batch=batch.batch)
-        torch.testing.assert_close(found, network.head(seen["out"]))
-        assert found.shape == (4, 3)
 
 
 # --- batches by tokens ----------------------------------------------------------------------------
@@ -188,7 +171,9 @@ def test_a_stopped_training_goes_on_exactly(tmp_path, by):
         network = model(dropout_p=0.3)
         module = GraphClassification(network, scheduler=constant, num_classes=3)
         saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-        run = trainer(tmp_path, max_epochs=2, callbacks=[ExactResume(), saving])
+        run = quiet(
+            tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[ExactResume(), saving]
+        )
         run.fit(module, datamodule=Made(some_graphs() * 2, **by), ckpt_path=ckpt, weights_only=True)
         assert 6 <= run.global_step <= 10
         return module
@@ -226,7 +211,7 @@ def test_unknown_values_count_in_nothing():
 def test_numbers_are_predicted_in_the_units_of_the_data(tmp_path):
     data = ready(target="numbers")
     module = GraphValues(model(2), target="numbers", num_outputs=2)
-    trainer(tmp_path, max_epochs=1, enable_checkpointing=False).fit(module, datamodule=data)
+    quiet(tmp_path, max_epochs=1).fit(module, datamodule=data)
     values = data.train_labels
     for column in range(2):
         known = values[:, column][~values[:, column].isnan()]
@@ -273,8 +258,8 @@ def test_overfitting_validates_batches_by_tokens(tmp_path):
     module = Sees(model(), num_classes=3)
     module.seen = []
     data = Made(some_graphs() * 4, batch_size=None, batch_nodes=13)
-    options = {"overfit_batches": 2, "max_epochs": 2, "enable_checkpointing": False}
-    trainer(tmp_path, num_sanity_val_steps=0, **options).fit(module, datamodule=data)
+    options = {"overfit_batches": 2, "max_epochs": 2}
+    quiet(tmp_path, **options).fit(module, datamodule=data)
     first, again = module.seen[:2], module.seen[2:]
     assert first == again
     assert first == [batch.number.tolist() for batch in data.loader("val")][:2]
@@ -321,7 +306,7 @@ def test_graphs_without_edges_are_not_explained():
 def test_accuracy_of_a_test_is_that_of_its_graphs(tmp_path):
     data = ready(batch_size=2)
     module = GraphClassification(model(), num_classes=3).eval()
-    found = trainer(tmp_path).test(module, datamodule=data, verbose=False)[0]
+    found = quiet(tmp_path).test(module, datamodule=data, verbose=False)[0]
     numbers = data.sets["test"].numbers
     batch = data.graphs.batch(numbers)
     right = (module.outputs(batch).argmax(dim=1) == batch.y).float().mean()
@@ -372,26 +357,19 @@ def test_two_ranks_end_as_one(tmp_path, monkeypatch):
 
 
 def test_the_digits_are_their_inked_pixels():
-    data = DigitGridsData()
-    first = next(iter(data.load()))
-    ink = first.x[:, 0]
-    rows, columns = first.x[:, 1:9].argmax(dim=1), first.x[:, 9:].argmax(dim=1)
-    assert (ink > 0).all()
-    assert first.y.tolist() == [0]
-    source, target = first.edge_index
-    steps = torch.stack([rows[source] - rows[target], columns[source] - columns[target]])
-    assert steps.abs().amax(dim=0).eq(1).all()
-    near = (rows[:, None] - rows).abs().maximum((columns[:, None] - columns).abs()) == 1
-    assert int(near.sum()) == first.num_edges  # every neighbour with ink, in both directions
-
-
-def test_graphs_made_at_once_are_those_made_one_by_one():
-    ink = load_digits().images[:50] / 16
-    features, edges = _grids(ink)
-    for number in range(len(ink)):
-        alone = _grids(ink[number : number + 1])
-        assert torch.equal(features[number], alone[0][0])
-        assert torch.equal(edges[number], alone[1][0])
+    graphs, images = list(DigitGridsData().load()), load_digits().images
+    for number in (0, 5, 1796):
+        graph = graphs[number]
+        rows, columns = graph.x[:, 1:9].argmax(dim=1), graph.x[:, 9:].argmax(dim=1)
+        ink = torch.from_numpy(images[number] / 16).float()
+        assert torch.equal(graph.x[:, 0], ink[rows, columns])
+        assert len(graph.x) == int((ink > 0).sum())
+        source, target = graph.edge_index
+        steps = torch.stack([rows[source] - rows[target], columns[source] - columns[target]])
+        assert steps.abs().amax(dim=0).eq(1).all()
+        near = (rows[:, None] - rows).abs().maximum((columns[:, None] - columns).abs()) == 1
+        assert int(near.sum()) == graph.num_edges  # every neighbour with ink, in both directions
+    assert graphs[0].y.tolist() == [0]
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -404,92 +382,67 @@ def changed(number, **values):
     return graphs
 
 
-NONE = torch.empty(0, 5)
-BAD = {
-    "graph 2: it has no nodes": changed(2, x=NONE),
-    r"graph 3: expected 5 features of a node, as before, got 4": changed(3, x=torch.zeros(2, 4)),
-    r"graph 1: edge 1 joins 0 and 1, expected nodes 0 to 0": changed(
-        1, edge_index=torch.tensor([[0, 0], [0, 1]])
-    ),
-    r"graph 4: expected edge_index \[2, edges\], got \[4\]": changed(
-        4, edge_index=torch.arange(4)
-    ),
-    r"graph 5: x of its node 3, feature 1, is nan": changed(
-        5, x=torch.zeros(11, 5) + torch.where(torch.arange(55) == 16, torch.nan, 0.0).view(11, 5)
-    ),
-    r"graph 6: expected y to be one class, an integer, got torch.float32 \[1, 2\]; data.target": (
-        changed(6, y=torch.zeros(1, 2))
-    ),
-    "expected edge_attr in every graph or in none": changed(0, edge_attr=torch.zeros(6, 2)),
-    "no graphs": [],
-    "graph 1: expected a Data, got int": [some_graphs()[0], 7],
-    "graph 4: expected edge_index of int64 or int32, got torch.float32": changed(
-        4, edge_index=torch.zeros(2, 3)
-    ),
-    "graph 2: expected y as a tensor, got int": changed(2, y=1),
-    "graph 3: expected a class of 0 to [0-9]+, got 1000000000": changed(
-        3, y=torch.tensor([10**9])
-    ),
-    "no graph has a class": [Data(x=torch.ones(2, 3), edge_index=torch.zeros(2, 0).long())],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_graphs_are_named(message):
-    with pytest.raises(UserError, match=message):
-        Made(BAD[message]).setup()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target": "labels", "number": 7, "y": torch.tensor([[1.0, 2.0, 0.0]])},
-         "graph 7: expected labels of 0, 1 or NaN, got 2.0"),
-        ({"target": "numbers", "number": 7, "y": torch.tensor([[1.0, torch.inf]])},
-         "graph 7: expected numbers of finite numbers or NaN, got inf"),
-        ({"target": "numbers", "number": 7, "y": torch.tensor([[1.0]])},
-         "graph 7: expected 2 numbers, as before, got 1"),
-    ],
-)  # fmt: skip
-def test_bad_targets_are_named(options, message):
-    target = options.pop("target")
-    graphs = changed(options.pop("number"), target=target, **options)
-    with pytest.raises(UserError, match=message):
-        Made(graphs, target=target).setup()
-
-
-def test_bad_splits_and_sizes_are_named():
-    parts = {name: torch.tensor([place]) for place, name in enumerate(("train", "val", "test"))}
-    with pytest.raises(UserError, match="graph 2: it is in test, but has no class"):
-        Made(changed(2, y=torch.tensor([-1])), splits=parts).setup()
-    graphs = changed(0, target="numbers", y=torch.tensor([[1.0, torch.nan]]))
-    with pytest.raises(UserError, match="no graph of train has a value of number 1"):
-        Made(graphs, splits=parts, target="numbers").setup()
-    with pytest.raises(UserError, match=r"batch_nodes: expected at least 11, .* graph 5, got 10"):
-        ready(batch_size=None, batch_nodes=10)
-    with pytest.raises(ValueError, match="batch_nodes: replaces batch_size"):
-        Made([], batch_size=3, batch_nodes=5)
-    with pytest.raises(UserError, match=r"expected graphs 0 to [0-9]+ for test, got 999 to 999"):
-        Made(some_graphs(), splits=parts | {"test": torch.tensor([999])}).setup()
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "message"),
-    [
-        ("edge_attr", lambda edges: torch.full((edges, 2), torch.nan),
-         "graph 0: edge_attr of its edge 0 is not a finite number"),
-        ("edge_attr", lambda edges: torch.zeros(edges, 2, 2),
-         r"graph 0: expected edge_attr \[edges, channels\] of [0-9]+ edges, got"),
-        ("edge_weight", lambda edges: torch.zeros(edges, 2),
-         r"graph 0: expected edge_weight \[edges\] of [0-9]+ edges, got"),
-    ],
-)  # fmt: skip
-def test_what_edges_carry_is_checked(name, values, message):
-    graphs = some_graphs("classes")
+def with_edges(name, values):
+    graphs = some_graphs()
     for graph in graphs:
         graph[name] = values(graph.num_edges)
+    return graphs
+
+
+ONES = {name: torch.tensor([place]) for place, name in enumerate(("train", "val", "test"))}
+A_NAN = torch.where(torch.arange(55) == 16, torch.nan, 0.0).view(11, 5)
+BAD = [
+    (changed(2, x=torch.empty(0, 5)), {}, "graph 2: it has no nodes"),
+    (changed(3, x=torch.zeros(2, 4)), {},
+     "graph 3: expected 5 features of a node, as before, got 4"),
+    (changed(1, edge_index=torch.tensor([[0, 0], [0, 1]])), {},
+     "graph 1: edge 1 joins 0 and 1, expected nodes 0 to 0"),
+    (changed(4, edge_index=torch.arange(4)), {},
+     r"graph 4: expected edge_index \[2, edges\], got \[4\]"),
+    (changed(4, edge_index=torch.zeros(2, 3)), {},
+     "graph 4: expected edge_index of int64 or int32, got torch.float32"),
+    (changed(5, x=A_NAN), {}, "graph 5: x of its node 3, feature 1, is nan"),
+    (changed(6, y=torch.zeros(1, 2)), {}, "graph 6: expected y to be one class, an integer, got "
+     r"torch.float32 \[1, 2\]; data.target"),
+    (changed(2, y=1), {}, "graph 2: expected y as a tensor, got int"),
+    (changed(3, y=torch.tensor([10**9])), {},
+     "graph 3: expected a class of 0 to [0-9]+, got 100000"),
+    ([], {}, "no graphs"),
+    ([some_graphs()[0], 7], {}, "graph 1: expected a Data, got int"),
+    ([Data(x=torch.ones(2, 3), edge_index=torch.zeros(2, 0).long())], {}, "no graph has a class"),
+    (changed(0, edge_attr=torch.zeros(6, 2)), {}, "expected edge_attr in every graph or in none"),
+    (with_edges("edge_attr", lambda edges: torch.full((edges, 2), torch.nan)), {},
+     "graph 0: edge_attr of its edge 0 is not a finite number"),
+    (with_edges("edge_attr", lambda edges: torch.zeros(edges, 2, 2)), {},
+     r"graph 0: expected edge_attr \[edges, channels\] of [0-9]+ edges, got"),
+    (with_edges("edge_weight", lambda edges: torch.zeros(edges, 2)), {},
+     r"graph 0: expected edge_weight \[edges\] of [0-9]+ edges, got"),
+    (changed(7, target="labels", y=torch.tensor([[1.0, 2.0, 0.0]])), {"target": "labels"},
+     "graph 7: expected labels of 0, 1 or NaN, got 2.0"),
+    (changed(7, target="numbers", y=torch.tensor([[1.0, torch.inf]])), {"target": "numbers"},
+     "graph 7: expected numbers of finite numbers or NaN, got inf"),
+    (changed(7, target="numbers", y=torch.tensor([[1.0]])), {"target": "numbers"},
+     "graph 7: expected 2 numbers, as before, got 1"),
+    (changed(2, y=torch.tensor([-1])), {"splits": ONES},
+     "graph 2: it is in test, but has no class"),
+    (changed(0, target="numbers", y=torch.tensor([[1.0, torch.nan]])),
+     {"splits": ONES, "target": "numbers"}, "no graph of train has a value of number 1"),
+    (some_graphs(), {"splits": ONES | {"test": torch.tensor([999])}},
+     "expected graphs 0 to [0-9]+ for test, got 999 to 999"),
+    (some_graphs(), {"batch_size": None, "batch_nodes": 10},
+     "batch_nodes: expected at least 11, .* graph 5, got 10"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("graphs", "options", "message"), BAD, ids=[case[2] for case in BAD])
+def test_bad_graphs_are_named(graphs, options, message):
     with pytest.raises(UserError, match=message):
-        Made(graphs).setup()
+        Made(graphs, **options).setup()
+
+
+def test_graphs_and_nodes_of_a_batch_exclude_each_other():
+    with pytest.raises(ValueError, match="batch_nodes: replaces batch_size"):
+        Made([], batch_size=3, batch_nodes=5)
 
 
 def test_targets_are_not_read_to_predict():
@@ -523,4 +476,4 @@ def test_scores_of_confident_models():
 )  # fmt: skip
 def test_what_does_not_fit_together_is_named(tmp_path, module, data, message):
     with pytest.raises(UserError, match=message):
-        trainer(tmp_path, max_epochs=1).fit(module(), datamodule=data())
+        quiet(tmp_path, max_epochs=1).fit(module(), datamodule=data())

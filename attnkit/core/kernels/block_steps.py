@@ -260,13 +260,9 @@ def exact_mask_reasons(inputs: Inputs) -> Iterator[str]:
             continue
         if inside and inputs.num_queries != inputs.num_keys:
             yield "needs as many queries as keys for Causal or Window beside Padding"
-        if cut.lengths.dtype == torch.bool and (_starts(cut.lengths).sum(1) > 1).any():
+        real = cut.lengths
+        if real.dtype == torch.bool and ((real & ~F.pad(real, (1, 0))[:, :-1]).sum(1) > 1).any():
             yield "needs the real keys of an item beside each other, got padding between them"
-
-
-def _starts(real: Tensor) -> Tensor:
-    """Return where runs of real keys begin."""
-    return real & ~F.pad(real, (1, 0))[:, :-1]
 
 
 def _leaves(mask: Mask) -> Iterator[Mask]:

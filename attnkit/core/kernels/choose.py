@@ -5,7 +5,6 @@ Findings in the ledger of this machine take precedence over the order (kernels/l
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from typing import Annotated
 
@@ -214,16 +213,12 @@ def explain_backends(
     first, (_, timed) = _first(inputs, tuple(wrong)), ledger.about(inputs)
     if chosen and timed and first and first.name != chosen:
         remarks[chosen] = timed.fastest(chosen, first.name)
-    count = None
-    if inputs.mask is not None and has_values(inputs.query.device):
-        count = partial(_count, inputs.mask, inputs.num_queries, inputs.num_keys)
+    mask, count = inputs.mask, None
+    if mask is not None and has_values(inputs.query.device):
+        blocks = QueryBlocks.of_size(PLANNED, inputs.num_queries, inputs.num_keys)
+        count = lambda: mask.plan(blocks).simplified().count(PLANNED)  # noqa: E731
     return Explanation(reasons, chosen, count, remarks)
 
 
 def _reasons(inputs: Inputs) -> dict[str, list[str]]:
     return {name: list(_kernel(name).unsupported_reasons(inputs)) for name in PLACES}
-
-
-def _count(mask: Mask, num_queries: int, num_keys: int) -> BlockCounts:
-    blocks = QueryBlocks.of_size(PLANNED, num_queries, num_keys)
-    return mask.plan(blocks).simplified().count(PLANNED)

@@ -238,12 +238,13 @@ def _flex_attention(inputs: Inputs, blocks: BlockMask) -> Callable[..., Any]:
     kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors)
     mask = None if pytree.tree_leaves(inputs.mask) else inputs.mask
     widths = blocks.kv_indices.shape, getattr(blocks.q_indices, "shape", None)
-    return partial(_run, _compiled((*kinds, *widths, torch.is_grad_enabled(), mask)))
+    program = _compiled((*kinds, *widths, torch.is_grad_enabled(), mask))
 
+    def run(*arguments: Any) -> Any:
+        with compiled():
+            return program(*arguments)
 
-def _run(program: Callable[..., Any], *arguments: Any) -> Any:
-    with compiled():
-        return program(*arguments)
+    return run
 
 
 @lru_cache(maxsize=256)

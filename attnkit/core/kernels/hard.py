@@ -70,7 +70,8 @@ class HardKernel(Backend):
         by_score_function = inputs.normalizer.estimator == "score_function"
         # during a backward pass it is activation checkpointing that runs the forward again
         again = by_score_function and torch._C._current_graph_task_id() != -1
-        if again and not _is_recomputed_with_its_graph():
+        # checkpoint with use_reentrant=False serves the graph of the forward, by hooks
+        if again and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             raise RuntimeError(
                 "normalizer: Hard('score_function') cannot train in a reentrant checkpoint, whose "
                 "draws have no gradient; give checkpoint(..., use_reentrant=False)"
@@ -89,12 +90,6 @@ class HardKernel(Backend):
             for draws in _OPEN.get():
                 draws.append(Draw(*draw))
         return output.to(inputs.query.dtype)
-
-
-def _is_recomputed_with_its_graph() -> bool:
-    """Return whether a running recomputation serves the graph of the forward, as checkpoint does
-    with use_reentrant=False, by hooks on saved tensors."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _with_a_hidden_key(inputs: Inputs) -> Inputs:

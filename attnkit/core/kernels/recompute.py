@@ -152,7 +152,12 @@ class _Recomputed(torch.autograd.Function):
             else:
                 results = function(*read)
             num_left -= count
-            outputs = outputs or tuple(_as_large_as(inputs.query, result) for result in results)
+            if not outputs:
+                batch, _, num_queries, _ = inputs.query.shape
+                outputs = tuple(
+                    result.new_empty(batch, result.shape[1], num_queries, *result.shape[3:])
+                    for result in results
+                )
             for output, result in zip(outputs, results, strict=True):
                 _place(output, start, result).copy_(result)
         return outputs
@@ -424,12 +429,6 @@ def _add(name: str, total: Tensor, found: Tensor, read: Read | None) -> None:
     parts = found.split([size for _, size in read.runs], dim)
     for (start, size), part in zip(read.runs, parts, strict=True):
         total.narrow(dim, start, size).add_(part)
-
-
-def _as_large_as(query: Tensor, block: Tensor) -> Tensor:
-    """Return an empty tensor for all rows of an output, of which `block` has some."""
-    (batch, _, rows, _), (_, num_heads, _, *sizes) = query.shape, block.shape
-    return block.new_empty(batch, num_heads, rows, *sizes)
 
 
 def _place(whole: Tensor, start: tuple[int, int], block: Tensor) -> Tensor:

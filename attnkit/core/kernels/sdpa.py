@@ -364,7 +364,9 @@ def num_query_parts(inputs: Inputs) -> int:
         return 1
     if torch.compiler.is_compiling():  # compiled code cannot read the number of threads
         return 1
-    if not (_trains(inputs) and may_split(inputs.query)):
+    tensors = inputs.query, inputs.key, inputs.value
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not (trains and may_split(inputs.query)):
         return 1
     num_lanes = inputs.query.shape[0] * inputs.query.shape[1]
     return max(1, min(torch.get_num_threads() // num_lanes, inputs.num_queries // LEAST_QUERIES))
@@ -391,12 +393,6 @@ def joined_parts(output: Tensor, inputs: Inputs) -> Tensor:
     batch = inputs.query.shape[0]
     rows = output.transpose(1, 2).reshape(batch, -1, output.shape[1], output.shape[3])
     return rows[:, : inputs.num_queries].transpose(1, 2)
-
-
-def _trains(inputs: Inputs) -> bool:
-    """Return whether there can be a backward."""
-    tensors = inputs.query, inputs.key, inputs.value
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def half_precision_reasons(inputs: Inputs) -> Iterator[str]:

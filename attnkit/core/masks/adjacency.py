@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,6 +17,19 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from attnkit.core.contexts import shared
 from attnkit.core.masks.kept import Made, cached
 from attnkit.core.operators.cpu import is_plain
+
+
+def _once(make: Any) -> Callable[..., Made]:
+    """Return the method of `Adjacency` computed once for the same arguments."""
+
+    @wraps(make)
+    def method(self: Adjacency, *given: int, **named: int) -> Made:
+        key = make.__name__, given, *((make.__kwdefaults__ or {}) | named).items()
+        if key not in self.kept:
+            self.kept[key] = make(self, *given, **named)
+        return self.kept[key]
+
+    return method
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,12 +133,10 @@ class Adjacency:
         """Return a sparse matrix [targets, edges], the value of each edge in its target's row."""
         return _sparse(self.offsets, self.places, values, self.num_edges)
 
+    @_once
     def blocks(self, size: int, *, by_source: bool = False) -> list[tuple[int, int, int, int]]:
         """Divide the edges into blocks of about `size` edges, never between the edges of a node:
         (first node, end of nodes, first edge, end of edges) of each, with exclusive ends."""
-        return self._once(self._new_blocks, size, by_source)
-
-    def _new_blocks(self, size: int, by_source: bool) -> list[tuple[int, int, int, int]]:
         offsets = self.source_offsets if by_source else self.offsets
         num_nodes = len(offsets) - 1
         wanted = torch.arange(size, max(size, self.num_edges), size, dtype=offsets.dtype)
@@ -134,12 +146,10 @@ class Adjacency:
         bounds = zip(pairwise(nodes), pairwise(edges), strict=True)
         return [(*ends, *places) for ends, places in bounds]
 
+    @_once
     def chunks(self, size: int, *, by_source: bool = False) -> tuple[Chunks, SplitNodes, int]:
         """Divide the edges of each target, or source, into chunks of at most `size` edges; return
         the chunks, the nodes that have several, and the number of slots of these nodes."""
-        return self._once(self._new_chunks, size, by_source)
-
-    def _new_chunks(self, size: int, by_source: bool) -> tuple[Chunks, SplitNodes, int]:
         chunks, split = split_hubs(self.source_offsets if by_source else self.offsets, size)
         num_slots = int(split.last[-1]) if len(split.last) else 0  # read once: it waits for the GPU
         return chunks, split, num_slots
@@ -148,33 +158,26 @@ class Adjacency:
         """Return `count` copies of the graph as one graph without edges between the copies."""
         if count == 1:
             return self
-        copies = self._once(self._new_copies, count)
+        copies = self._new_copies(count)
         if "by_source" in vars(self) and "by_source" not in vars(copies):
             places = torch.arange(count, dtype=self.source.dtype, device=self.source.device)
             by_source = self.by_source + places[:, None] * self.num_edges
             vars(copies)["by_source"] = by_source.flatten()  # saves sorting the copies
         return copies
 
+    @_once
     def first(self, num_targets: int) -> Adjacency:
         """Return the edges of the first `num_targets` targets; only without an `order`."""
         assert self.order is None
-        return self._once(self._new_first, num_targets)
-
-    def _new_first(self, num_targets: int) -> Adjacency:
         end, offsets = int(self.offsets[num_targets]), self.offsets[: num_targets + 1]
         return Adjacency(offsets, self.target[:end], self.source[:end], None, self.num_sources)
 
     @cached
-    def _kept(self) -> dict[tuple, Any]:
+    def kept(self) -> dict[tuple, Any]:
+        """What methods have returned, by their names and arguments."""
         return {}
 
-    def _once(self, make: Callable[..., Made], *given: int) -> Made:
-        """Return `make(*given)`, computed once for these numbers."""
-        key = make.__name__, *given
-        if key not in self._kept:
-            self._kept[key] = make(*given)
-        return self._kept[key]
-
+    @_once
     def _new_copies(self, count: int) -> Adjacency:
         copy = torch.arange(count, device=self.target.device, dtype=self.target.dtype)[:, None]
         offsets = self.offsets[:-1] + copy * self.num_edges

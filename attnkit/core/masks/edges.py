@@ -1,4 +1,4 @@
-"""The edges of a graph as a mask, and the features of edges."""
+"""The edges of a graph as a mask, the cache of those made from a tensor, and features of edges."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,15 @@ from torch import Tensor
 from attnkit.core.arguments import as_tensor, whole
 from attnkit.core.masks.adjacency import Adjacency
 from attnkit.core.masks.base import Mask, register
-from attnkit.core.masks.kept import Made, as_counted, has_values, kept
+from attnkit.core.masks.kept import (
+    Made,
+    as_counted,
+    has_values,
+    kept,
+    memory_of,
+    remembered,
+    stream_of,
+)
 from attnkit.core.scores.kinds import moved
 
 
@@ -240,6 +248,37 @@ def in_callers_order(rows: Tensor, looped: Edges) -> Tensor:
     places = torch.cat([looped.proper, loops])
     result = rows.new_zeros(num_edges + len(loops), *rows.shape[1:])
     return result.index_copy(0, places, rows)
+
+
+def remembered_edges(edge_index: Tensor, num_targets: int, num_sources: int) -> Edges:
+    """Return the `Edges` of this tensor, the same object at every call, so that they are sorted
+    once.
+
+    The cache holds the edges of the last 64 tensors, each as long as the tensor object lives. The
+    kernel `edges_numba` keeps 2.6 times the memory of the tensor, 4.3 times with self-loops;
+    `edges`, which keeps tables for each head, up to 25 times. New edges are made for other sizes
+    and after the tensor was written to. On a CPU every write is noticed, since `Edges` compares the
+    numbers. On a GPU that would mean waiting for it, so only the tensor's version counter and the
+    address of its memory are compared: writes through `.data`, DLPack or another library are not
+    noticed. On a GPU new edges are also made for another stream, which might read them too early.
+
+    Nothing is cached inside torch.compile, export, tracing, torch.func and the capture of CUDA
+    graphs, nor for a tensor that must be converted first (16-bit integers, subclasses of the
+    user's), nor for a tensor on a GPU that is sparse or was made in inference mode.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `Edges`.
+    """
+    sizes = num_targets, num_sources
+    memory = memory_of(edge_index)
+    if memory is None:
+        return Edges(edge_index, *sizes)
+    if edge_index.layout is not torch.strided:  # `Edges` makes a copy of these
+        kind = *sizes, edge_index.layout, edge_index.shape
+        return remembered(edge_index, memory, kind, lambda: Edges(edge_index, *sizes))
+    key = *sizes, stream_of(memory[0]), as_counted(memory[0])
+    # `Edges` itself compares the numbers; it holds the memory, so that its address is not reused
+    return remembered(edge_index, [], key, lambda: Edges(memory[0].detach(), *sizes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,14 +1,17 @@
-"""Caches: results made from a mask, which all layers given the mask share; cached properties."""
+"""Caches: results made from a mask, or from a tensor of edges, which all layers given it share;
+cached properties."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnkit.core.masks.base import Mask
+from attnkit.core.operators.cpu import PLAIN
 
 Made = TypeVar("Made")
 
@@ -189,6 +192,83 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
             return False
         tensor, other = (t.contiguous().view(-1).view(torch.int64) for t in (tensor, other))
     return torch.equal(tensor, other)
+
+
+MOST = 64  # tensors in the cache: it must not multiply the memory of a long list of graphs
+_SEEN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""For each tensor the last `Kept` object that was made from it. The object does not refer to the
+tensor, so that both are freed together. There is no lock: two threads may both sort the edges, with
+equal results, and a lock that is held while a process forks would never be released in the
+child."""
+
+
+def remembered(
+    owner: Tensor, parts: Sequence[Tensor], key: tuple[Hashable, ...], make: Callable[[], Made]
+) -> Made:
+    """Return `make()`, cached as long as `owner` lives; the result must not refer to `owner`.
+
+    It is made again for another key, and after one of the parts has changed.
+    """
+    found: Kept[Made] | None = _SEEN.get(owner)
+    if found is None or not found.is_of(key, parts):
+        with torch.inference_mode(False):  # training may read the result later
+            found = Kept(key, tuple(map(as_it_is, parts)), make(), torch.empty(0))
+        _SEEN[owner] = found
+        for reference in _SEEN.keyrefs()[:-MOST]:  # the oldest ones
+            _SEEN.data.pop(reference, None)
+    return found.value
+
+
+def remembered_of(
+    tensors: Sequence[Tensor | None], key: tuple[Hashable, ...], make: Callable[[], Made]
+) -> Made:
+    """Return `make()`, cached as long as the first of these tensors lives.
+
+    The conditions are those of `remembered_edges`; the result must hold copies of the tensors only.
+
+    key: what else the result depends on.
+    """
+    parts, kinds = [], []
+    for tensor in tensors:
+        memory = memory_of(tensor)
+        if tensor is None or memory is None:
+            return make()
+        parts += memory
+        kinds.append((tensor.layout, tensor.shape, stream_of(tensor)))
+    if not parts:
+        return make()
+    # kept alive, so that no other tensor gets the address of one that was freed
+    held = [part.detach() for part in parts if not part.is_cpu]
+    made = remembered(tensors[0], parts, (*key, *kinds), lambda: (make(), held))  # type: ignore[arg-type]
+    return made[0]
+
+
+def memory_of(tensor: Tensor | None) -> list[Tensor] | None:
+    """Return the plain tensors that hold the numbers of a tensor of edges or types; None if nothing
+    may be cached for it."""
+    if not isinstance(tensor, Tensor) or not has_values(tensor.device):
+        return None
+    if torch._C._len_torch_dispatch_stack():
+        return None
+    if tensor.layout in _PLACES and tensor.is_cpu:
+        return [getattr(tensor, name)() for name in _PLACES[tensor.layout]]
+    memory = tensor.as_tensor() if hasattr(tensor, "as_tensor") else tensor
+    shows_writes = memory.is_cpu or not (memory.is_meta or memory.is_inference())
+    is_itself = memory.layout is torch.strided and type(memory) in PLAIN
+    is_index = memory.dtype in (torch.int32, torch.int64)  # other dtypes are converted to these
+    return [memory] if shows_writes and is_itself and is_index else None
+
+
+def stream_of(tensor: Tensor) -> int | None:
+    """Return the current stream of the tensor's GPU; None on other devices."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
+
+
+_PLACES = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_coo: ("_indices",),
+}
 
 
 class cached(Generic[Made]):

@@ -14,8 +14,36 @@ from attnkit.core.masks.kept import kept
 from attnkit.core.masks.plan import ALL, NONE, SOME, Plan, QueryBlocks
 
 
+class _Band(Mask):
+    """Base class of masks that allow exactly a band of keys around each query's own position."""
+
+    align: Literal["top_left", "bottom_right"] | None
+    counts_positions = True
+
+    def __post_init__(self) -> None:
+        if self.align not in (None, "top_left", "bottom_right"):
+            raise ValueError(
+                f"align: expected 'top_left' or 'bottom_right', got {self.align!r} "
+                f"({type(self).__name__} mask)"
+            )
+
+    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
+        if self.align is None and num_queries != num_keys:
+            raise ValueError(
+                f"mask: {type(self).__name__}() with {num_queries} queries and {num_keys} keys is "
+                "ambiguous; give align='top_left' or align='bottom_right'"
+            )
+
+    def offset(self, num_queries: Any, num_keys: Any) -> Any:
+        """Return how far the key at a query's own position lies behind the key of its number."""
+        return num_keys - num_queries if self.align == "bottom_right" else 0
+
+    def plan(self, blocks: QueryBlocks) -> Plan:
+        return Plan.of_band(blocks, *self.band(blocks.num_queries, blocks.num_keys))
+
+
 @dataclass(frozen=True)
-class Causal(Mask):
+class Causal(_Band):
     """A causal mask: query i sees the keys up to its own position.
 
     | align            | i sees j when              | meaning where queries ≠ keys               |
@@ -28,26 +56,12 @@ class Causal(Mask):
     """
 
     align: Literal["top_left", "bottom_right"] | None = None
-    counts_positions = True
-
-    def __post_init__(self) -> None:
-        check_align_name(self.align, "Causal")
-
-    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        check_align(self, num_queries, num_keys)
-
-    def offset(self, num_queries: Any, num_keys: Any) -> Any:
-        """Return the offset such that query i sees the keys j ≤ i + offset."""
-        return num_keys - num_queries if self.align == "bottom_right" else 0
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
         return key <= query + self.offset(num_queries, num_keys)
 
     def band(self, num_queries: Any, num_keys: Any) -> tuple[Any, Any]:
         return None, self.offset(num_queries, num_keys)
-
-    def plan(self, blocks: QueryBlocks) -> Plan:
-        return Plan.of_band(blocks, *self.band(blocks.num_queries, blocks.num_keys))
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +120,7 @@ class Padding(Mask):
 
 
 @dataclass(frozen=True)
-class Window(Mask):
+class Window(_Band):
     """A sliding window: query i sees the keys i − left … i + right (Beltagy et al., Longformer,
     2020).
 
@@ -118,7 +132,6 @@ class Window(Mask):
     left: int | None
     right: int | None
     align: Literal["top_left", "bottom_right"] | None = None
-    counts_positions = True
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
@@ -128,27 +141,19 @@ class Window(Mask):
             if number is None or number < 0:
                 raise ValueError(f"{name}: expected an integer ≥ 0 or None, got {size!r} (Window)")
             object.__setattr__(self, name, number)
-        check_align_name(self.align, "Window")
-
-    def check(self, batch: int, num_heads: int, num_queries: int, num_keys: int) -> None:
-        check_align(self, num_queries, num_keys)
+        super().__post_init__()
 
     def allows(self, batch, head, query, key, num_queries, num_keys) -> Tensor:
-        distance = key - query
-        if self.align == "bottom_right":
-            distance = distance - (num_keys - num_queries)
+        distance = key - query - self.offset(num_queries, num_keys)
         allowed = distance == distance if self.left is None else distance >= -self.left
         return allowed if self.right is None else allowed & (distance <= self.right)
 
     def band(self, num_queries: Any, num_keys: Any) -> tuple[Any, Any]:
-        offset = num_keys - num_queries if self.align == "bottom_right" else 0
+        offset = self.offset(num_queries, num_keys)
         return (
             None if self.left is None else offset - self.left,
             None if self.right is None else offset + self.right,
         )
-
-    def plan(self, blocks: QueryBlocks) -> Plan:
-        return Plan.of_band(blocks, *self.band(blocks.num_queries, blocks.num_keys))
 
 
 FEW = 1024  # lengths on a CPU: reading so few takes less time than comparing them with a copy
@@ -322,23 +327,6 @@ def _sequence_of(tokens: Tensor, ends: Tensor) -> Tensor:
     if torch.compiler.is_exporting():  # ONNX has no searchsorted
         return (tokens[..., None] >= ends).sum(dim=-1).clamp(max=ends.shape[0] - 1)
     return torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=ends.shape[0] - 1)
-
-
-def check_align_name(align: str | None, name: str) -> None:
-    """Raise ValueError if the alignment has an unknown name."""
-    if align not in (None, "top_left", "bottom_right"):
-        raise ValueError(
-            f"align: expected 'top_left' or 'bottom_right', got {align!r} ({name} mask)"
-        )
-
-
-def check_align(mask: Any, num_queries: int, num_keys: int) -> None:
-    """Raise ValueError if the alignment matters and was not given."""
-    if mask.align is None and num_queries != num_keys:
-        raise ValueError(
-            f"mask: {type(mask).__name__}() with {num_queries} queries and {num_keys} keys is "
-            "ambiguous; give align='top_left' or align='bottom_right'"
-        )
 
 
 register(Causal, has_tensors=False)

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from attnkit.core.masks.edges import Edges
-from attnkit.core.masks.remembered import remembered_edges
+from attnkit.core.masks.edges import Edges, remembered_edges
 from attnkit.core.operators.sparse import first_rows
 
 Nodes = (

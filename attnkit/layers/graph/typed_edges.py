@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from attnkit.core.masks.edges import Edges
-from attnkit.core.masks.kept import cached
-from attnkit.core.masks.remembered import remembered_of
+from attnkit.core.masks.kept import cached, remembered_of
 
 EdgeType = tuple[str, str, str]
 """Source node type, relation and target node type, as in PyG."""

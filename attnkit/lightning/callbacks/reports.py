@@ -49,15 +49,11 @@ def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) ->
         class_names: labels of the axes for up to 100 classes; counts are written for up to 20.
         path: PNG file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     count = len(class_names)
     counts = confusion.cpu().double()
     shares = (counts / counts.sum(dim=1, keepdim=True).clamp_min(1)).numpy()
     side = min(max(4.0, 2 + 0.45 * count), 20.0)
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
-    FigureCanvasAgg(figure)  # no global state, no display
+    figure = _figure(side + 1, side)
     axes = figure.add_subplot(xlabel="predicted", ylabel="true")
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="share of the true class", shrink=0.8)
@@ -73,8 +69,7 @@ def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) ->
                 if number := int(counts[row, column]):
                     colour = "white" if shares[row, column] > 0.5 else "black"
                     axes.text(column, row, str(number), color=colour, ha="center", va="center")
-    with replacing(path) as file:
-        figure.savefig(file, format="png", dpi=120, bbox_inches="tight")
+    _save(figure, path)
 
 
 def _short(name: str, length: int = 20) -> str:
@@ -158,12 +153,9 @@ def _precision(outputs: Tensor, truth: Tensor) -> float | None:
 
 
 def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not pyplot, which has a global state
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # no global state, no display
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _save(figure: Any, path: Path) -> None:

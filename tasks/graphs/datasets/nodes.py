@@ -180,6 +180,18 @@ def read_values(
     return torch.from_numpy(values.astype(np.float32)), found
 
 
+def read_targets(
+    part: Part, count: int, target: Target, names: Sequence[str] = (), items: Iterable[str] = ()
+) -> tuple[Tensor, list[str]]:
+    """Return the classes, labels or numbers of a part, and their names.
+
+    See `read_labels` for classes, and `read_values` for labels, numbers and the arguments.
+    """
+    if target == "classes":
+        return read_labels(part, count, names)
+    return read_values(part, count, target, names, items)
+
+
 def read_mask(part: Part, count: int, names: Mapping[str, int] | None = None) -> Tensor:
     """Return a mask, bool [nodes] or [nodes, splits], read from a mask or from numbers of nodes.
 

@@ -18,10 +18,9 @@ from attnkit.tasks.graphs.data import GraphDataModule
 from attnkit.tasks.graphs.datasets.edges import read_edges
 from attnkit.tasks.graphs.datasets.nodes import (
     read_features,
-    read_labels,
     read_mask,
     read_names,
-    read_values,
+    read_targets,
 )
 from attnkit.tasks.graphs.datasets.part import Part, are_whole, numbers_of
 from attnkit.tasks.graphs.datasets.parts import Parts
@@ -98,9 +97,7 @@ direction of each in an undirected graph; optional | |
     ) -> None:
         super().__init__(**options)
         held_out(val_fraction=val_fraction, test_fraction=test_fraction)
-        self.root = Path(root).expanduser().absolute()
-        if not self.root.exists():
-            raise ValueError(f"root: no such folder or .npz: {root}")
+        self.root = _there(root)
         self.undirected = undirected
         self.val_fraction = val_fraction
         self.test_fraction = test_fraction
@@ -120,16 +117,21 @@ direction of each in an undirected graph; optional | |
             return Data(x=x, **edges)
         self._labels = labels
         known = read_names(classes) if classes else []
-        if self.target == "classes":
-            y, self.class_names = read_labels(labels, len(x), known)
-        else:
-            y, self.class_names = read_values(labels, len(x), self.target, known, names or ())
+        y, self.class_names = read_targets(labels, len(x), self.target, known, names or ())
         masks = {f"{name}_mask": read_mask(part, len(x), names) for name, part in splits.items()}
-        return Data(x=x, y=y, **edges, **(masks or self._random_split(y)))
+        if not masks:
+            rank_zero_info(
+                f"{self.root} has no train, val and test: split by data.seed={self.seed}"
+            )
+            masks = random_masks(y, [self.val_fraction, self.test_fraction], self.seed)
+        return Data(x=x, y=y, **edges, **masks)
 
-    def _random_split(self, y: Tensor) -> dict[str, Tensor]:
-        rank_zero_info(f"{self.root} has no train, val and test: split by data.seed={self.seed}")
-        return random_masks(y, [self.val_fraction, self.test_fraction], self.seed)
+
+def _there(root: str | Path) -> Path:
+    path = Path(root).expanduser().absolute()
+    if not path.exists():
+        raise ValueError(f"root: no such folder or .npz: {root}")
+    return path
 
 
 def read_nodes(parts: Parts, beside: Part | None) -> tuple[Part, Tensor, dict[str, int] | None]:
@@ -242,9 +244,7 @@ class GraphsFilesData(GraphsDataModule):
 
     def __init__(self, root: str | Path, *, undirected: bool = False, **options: Any) -> None:
         super().__init__(**options)
-        self.root = Path(root).expanduser().absolute()
-        if not self.root.exists():
-            raise ValueError(f"root: no such folder or .npz: {root}")
+        self.root = _there(root)
         self.undirected = undirected
         self._labels: Part | None = None
 
@@ -286,11 +286,9 @@ class GraphsFilesData(GraphsDataModule):
         if self.level == "graph":
             owners, part.item = np.arange(int(owners[-1]) + 1), "graph"
         rows, count = len(owners), int(owners[-1]) + 1
-        if self.target == "classes":
-            y, self.class_names = read_labels(part, rows, names)
-        else:
-            items = (self.graph_names if self.level == "graph" else None) or ()
-            y, self.class_names = read_values(part, rows, self.target, names, items)
+        items = (self.graph_names if self.level == "graph" else None) or ()
+        y, self.class_names = read_targets(part, rows, self.target, names, items)
+        if self.target != "classes":
             checked_values(y, self.target, part.place_of)
         return _pieces(y, owners, count)
 

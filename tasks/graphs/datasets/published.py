@@ -87,7 +87,7 @@ class PlanetoidData(GraphDataModule):
         except UserError:
             raise
         except Exception as error:  # a broken pickle can raise anything
-            why = f"{type(error).__name__}: {first_line(error)}"
+            why = first_line(error, named=True)
             raise UserError(f"{folder}: the files cannot be read together: {why}") from error
 
     def _folder(self) -> Path:

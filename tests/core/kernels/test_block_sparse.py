@@ -1,6 +1,6 @@
 """Any mask by its plan: against the definition in float64, linear, and where it is chosen."""
 
-from functools import cache
+from functools import cache, partial
 from random import Random
 
 import pytest
@@ -169,7 +169,8 @@ def test_random_compositions_equal_the_reference(seed, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["line", "far", "fewer keys, at the end", "in sequences", "grid", "alike & causal"]
 )
-def test_threads_change_no_bit(name, dtype):
+def test_threads_change_no_bit(name, dtype, monkeypatch):
+    """Nor does it that short attention is computed without threads of our own, but for rounding."""
     mask, num_queries, num_keys = CASES[name]
     tensors, results = make(num_queries, num_keys, dtype), []
     before = torch.get_num_threads()
@@ -177,19 +178,11 @@ def test_threads_change_no_bit(name, dtype):
         torch.set_num_threads(count)
         results.append(with_gradients(tensors, mask=mask, backend="block_sparse"))
     torch.set_num_threads(before)
-    for one, three in zip(*results, strict=True):
-        assert torch.equal(one, three)
-
-
-@pytest.mark.parametrize("name", ["far", "grid, prefix", "padding", "packed", "alike & causal"])
-def test_short_attention_is_computed_without_threads_of_our_own(name, monkeypatch):
-    mask, num_queries, num_keys = CASES[name]
-    tensors, results = make(num_queries, num_keys, torch.float64), []
-    for least in (0, 2**62):
-        monkeypatch.setattr(block_sparse, "TASKS_PAY", least)
-        results.append(with_gradients(tensors, mask=mask, backend="block_sparse"))
-    for threads, one_after_another in zip(*results, strict=True):
-        torch.testing.assert_close(threads, one_after_another, rtol=1e-12, atol=1e-12)
+    assert all(map(torch.equal, *results))
+    monkeypatch.setattr(block_sparse, "TASKS_PAY", 2**62)
+    alone = with_gradients(tensors, mask=mask, backend="block_sparse")
+    tolerance = {"atol": 0.05, "rtol": 0.05} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(alone, results[0], **tolerance)
 
 
 def test_cases_have_dead_rows():
@@ -197,25 +190,6 @@ def test_cases_have_dead_rows():
         name for name, (mask, *sizes) in CASES.items() if not mask.dense(*sizes, CPU).any(-1).all()
     }
     assert dead >= {"fewer keys", "padding", "dense", "grid & dense", "packed cross"}
-
-
-@pytest.mark.parametrize("name", ["far", "fewer keys", "grid, prefix", "packed cross & window"])
-def test_gradcheck(name):
-    mask, num_queries, num_keys = CASES[name]
-    query, key, value = (t.detach()[:1, :1] for t in make(num_queries, num_keys, torch.float64))
-
-    def function(*tensors):
-        return attend(*tensors, mask=mask, backend="block_sparse")
-
-    tensors = [tensor.requires_grad_() for tensor in (query, key, value)]
-    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
-
-
-def test_a_second_derivative_is_refused():
-    query, key, value = make(331, 331, torch.float64)
-    output = attend(query, key, value, mask=Window(3, 5), backend="block_sparse")
-    with pytest.raises(RuntimeError, match=r"'block_sparse' has no second derivative"):
-        torch.autograd.grad(output.square().sum(), query, create_graph=True)
 
 
 class LargestOutput(TorchDispatchMode):
@@ -292,25 +266,11 @@ def test_refusals():
     ]:
         with pytest.raises(UnsupportedError, match=message):
             attend(*tensors, backend="block_sparse", **options)
+    by_window = partial(attend, mask=Window(1, 1), backend="block_sparse")
+    with pytest.raises(UnsupportedError, match=r"does not support torch\.func"):
+        torch.func.grad(lambda query: by_window(query, *tensors[1:]).sum())(tensors[0])
     with pytest.raises(UnsupportedError, match="needs tensors on cuda"):
         attend(*tensors, backend="flex", mask=Window(1, 1))
-
-
-@pytest.mark.parametrize("mask", [Window(64, 64), Window2d(32, 32, 3, 3)], ids=["line", "grid"])
-def test_under_torch_func_another_kernel_serves(mask):
-    query, key, value = torch.randn(3, 1, 2, 1024, 16).unbind()
-
-    def loss(query):
-        return attend(query, key, value, mask=mask).square().sum()
-
-    assert attnkit.explain_backends(query, key, value, mask=mask).chosen == "block_sparse"
-    actual = torch.func.grad(loss)(query)
-    query.requires_grad_()
-    torch.testing.assert_close(actual, torch.autograd.grad(loss(query), query)[0])
-    with pytest.raises(UnsupportedError, match=r"does not support torch\.func"):
-        torch.func.grad(lambda q: attend(q, key, value, mask=mask, backend="block_sparse").sum())(
-            query
-        )
 
 
 @pytest.mark.slow

@@ -122,25 +122,6 @@ def test_dropout_is_drawn_again_and_leaves_the_generator_alone(create_graph, blo
     assert not torch.allclose(again, output)
 
 
-@pytest.mark.parametrize("mask", ["none", "and"])
-@pytest.mark.parametrize("score", ["scaled_dot", "additive"])
-def test_under_torch_func(mask, score, block_size):
-    query, key, value = (t.detach() for t in make())
-    vector = torch.randn(DIM, dtype=torch.float64)
-
-    def loss(query, backend):
-        chosen = Additive(vector) if score == "additive" else ScaledDot()
-        return (
-            attend(query, key, value, score=chosen, mask=MASKS[mask], backend=backend)
-            .square()
-            .sum()
-        )
-
-    torch.testing.assert_close(
-        torch.func.grad(loss)(query, "blockwise"), torch.func.grad(loss)(query, "reference")
-    )
-
-
 def test_in_forward_mode(block_size):
     query, key, value = (tensor.detach() for tensor in make())
     with forward_ad.dual_level():

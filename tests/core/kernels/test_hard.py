@@ -175,15 +175,6 @@ def test_dropout_is_of_the_one_weight():
     assert abs((output[..., 0] == 0).double().mean() - 0.25) < 0.03
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_half_precision_reads_values_as_they_are(dtype):
-    query, key, value = (tensor.detach().to(dtype) for tensor in make())
-    output = attend(query, key, value, normalizer="hard")
-    assert output.dtype == dtype
-    rows = {tuple(row) for row in value.flatten(0, 2).tolist()}
-    assert {tuple(row) for row in output.flatten(0, 2).tolist()} <= rows
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("empty", ["batch", "num_queries", "num_keys", "value_dim"])
 def test_nothing_to_look_at(estimator, empty):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import FUDGE, TOLERANCES, Largest, with_gradients, with_third
+from support import Largest, with_gradients, with_third
 from torch.nn import functional as F
 
 import attnkit
@@ -89,33 +89,6 @@ def test_it_is_that_of_others(feature_map, in_small_segments):
     torch.testing.assert_close(causal, torch.cat(rows, dim=2))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("name", ["none", "bottom_right", "top_left and padding"])
-def test_every_dtype(dtype, name, in_small_segments):
-    tensors = make(7, 23, 5, 11, 2, dtype)
-    options = {"mask": masks_for(23)[name], "normalizer": "linear"}
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    expected = with_gradients(exact, backend="reference", **options)
-    allowed = torch.ones(7, 23, dtype=torch.bool)
-    if options["mask"] is not None:
-        allowed = options["mask"].dense(7, 23, torch.device("cpu"))
-
-    def definition(query, key, value):
-        query, key = F.elu(query) + 1, F.elu(key.repeat_interleave(3, 1)) + 1
-        weights = (query @ key.transpose(-2, -1)) * allowed
-        total = weights.sum(-1, keepdim=True)
-        return weights / torch.where(total == 0, 1, total) @ value.repeat_interleave(3, 1)
-
-    plain = with_gradients(tensors, definition)
-    for ours, right, simple in zip(
-        with_gradients(tensors, backend="linear", **options), expected, plain, strict=True
-    ):
-        assert ours.dtype == dtype
-        atol, rtol = TOLERANCES[dtype]
-        atol = max(atol, (simple.double() - right).abs().max().item())
-        torch.testing.assert_close(ours.double(), right, atol=FUDGE * atol, rtol=FUDGE * rtol)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_sequences_keep_their_precision(causal, dtype):
@@ -154,21 +127,6 @@ def test_padding_changes_nothing(causal, in_small_segments):
         rows = tokens if causal else slice(None)
         expected = attend(*alone, **options | {"mask": Causal() if causal else None})
         torch.testing.assert_close(output[item : item + 1, :, rows], expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-def test_rows_that_look_nowhere(dtype, feature_map, in_small_segments):
-    tensors = make(23, 7, 5, 3, 2, dtype)
-    mask = Causal("bottom_right") & Padding(torch.tensor([7, 0]))
-    output, *gradients = with_gradients(
-        tensors, mask=mask, normalizer=Linear(feature_map), backend="linear"
-    )
-    for result in (output, gradients[0]):
-        assert (result[0, :, :16] == 0).all()
-        assert (result[1] == 0).all()
-        assert (result[0, :, 16:] != 0).any()
-    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("mask", [None, Causal()])
@@ -219,8 +177,7 @@ def test_nothing_is_larger_than_the_inputs(mask, monkeypatch):
     assert largest.numel == tensors[0].numel()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_equals_eager(backend, monkeypatch):
+def test_compiled_equals_eager(monkeypatch):
     monkeypatch.setattr(linear, "CHUNK", 3)
     monkeypatch.setitem(linear.SEGMENT_ELEMENTS, "cpu", BATCH * HEADS * 5 * 6)
     torch._dynamo.reset()
@@ -231,7 +188,7 @@ def test_compiled_equals_eager(backend, monkeypatch):
         causal = attend(query, key, value, mask=mask, normalizer="linear")
         return causal + attend(query, key, value, normalizer="linear")
 
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     lengths = torch.tensor([11, 5])
     expected = with_gradients(tensors, function, lengths=lengths)
     torch.testing.assert_close(with_gradients(tensors, compiled, lengths=lengths), expected)
@@ -250,15 +207,10 @@ def test_what_it_refuses():
     tensors = make(5, 5, 7, 7, 6)
     explain = attnkit.explain_backends
     assert explain(*tensors, normalizer="linear", mask=Causal()).chosen == "linear"
+    masks = "needs no mask but Causal, Padding and one Packed, got "
     for options, reason in (
-        (
-            {"mask": Window(1, 1) & Causal()},
-            "needs no mask but Causal, Padding and one Packed, got W",
-        ),
-        (
-            {"mask": Dense(torch.eye(5) > 0)},
-            "needs no mask but Causal, Padding and one Packed, got D",
-        ),
+        ({"mask": Window(1, 1) & Causal()}, masks + "W"),
+        ({"mask": Dense(torch.eye(5) > 0)}, masks + "D"),
         ({"dropout_p": 0.5}, "has no dropout, got dropout_p=0.5"),
     ):
         assert explain(*tensors, normalizer="linear", **options).chosen == "reference"

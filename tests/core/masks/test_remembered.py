@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import attnkit
 from attnkit import Edges
 from attnkit.core.masks.adjacency import Adjacency
-from attnkit.core.masks.remembered import remembered_edges
+from attnkit.core.masks.edges import remembered_edges
 
 NODES, CHANNELS = 11, 5
 WRITES = {
@@ -196,7 +196,7 @@ def test_other_sizes_are_others(sorts):
 
 
 def test_the_last_64_graphs_of_a_list_are_remembered(monkeypatch):
-    monkeypatch.setattr("attnkit.core.masks.remembered.MOST", 3)
+    monkeypatch.setattr("attnkit.core.masks.kept.MOST", 3)
     graphs = [graph(seed=seed) for seed in range(5)]
     made = [weakref.ref(loose(each)) for each in graphs]
     assert [each() is not None for each in made] == [False, False, True, True, True]

@@ -50,25 +50,33 @@ def test_torchs_attention_also_on_its_fast_path(grad, training):
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-@pytest.mark.parametrize("backend", ["flash", "math", "reference", "blockwise"])
-def test_dense_attention(backend):
-    q, k, v = heads(value_dim=D)
-    count = count_multiply_adds(attnkit.attend, q, k, v, backend=backend)
-    assert count == B * H * N * M * (D + D)
+ATTENTION = {
+    **{
+        backend: (heads(value_dim=D), {"backend": backend}, B * H * N * M * (D + D))
+        for backend in ("flash", "math", "reference", "blockwise")
+    },
+    "additive": (heads(), {"score": attnkit.Additive(torch.randn(H, D))}, B * H * N * M * (D + V)),
+    # the memory is written and read once: head_dim × (value_dim + 1) for each token
+    "linear": (heads(), {"normalizer": "linear"}, B * H * (N + M) * D * (V + 1)),
+}
 
 
-def test_block():
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name):
+    tensors, options, expected = ATTENTION[name]
+    assert count_multiply_adds(attnkit.attend, *tensors, **options) == expected
+
+
+def test_blocks_compiled_code_and_expanded_parameters():
     dim, tokens = 12, 5
     block = attnkit.MultiHeadAttention(dim, H, num_kv_heads=1)
     width = dim + 2 * dim // H
     expected = B * (tokens * dim * (width + dim) + 2 * H * tokens**2 * dim // H)
     assert count_multiply_adds(block, torch.randn(B, tokens, dim)) == expected
-
-
-def test_additive_score():
-    score = attnkit.Additive(torch.randn(H, D))
-    count = count_multiply_adds(attnkit.attend, *heads(), score=score)
-    assert count == B * H * N * M * (D + V)
+    layer = torch.compile(nn.Linear(5, 7), backend="aot_eager")  # counted uncompiled
+    assert count_multiply_adds(layer, torch.ones(3, 5)) == 3 * 5 * 7
+    pool, x = attnkit.AttentionPool(8, 2).train(), torch.randn(3, 5, 8)
+    assert count_multiply_adds(lambda: pool(x)) == count_multiply_adds(pool, x) > 0
 
 
 def assert_edges_are_counted(score, backend):
@@ -106,12 +114,6 @@ def test_window_is_less_than_everything():
     needed = B * H * tokens * (2 * radius + 1) * 2 * dim
     assert 0.9 * needed < window < 6 * needed
     assert full == B * H * tokens**2 * 2 * dim
-
-
-def test_linear_attention():
-    """The memory is written and read once: head_dim × (value_dim + 1) for each token."""
-    count = count_multiply_adds(attnkit.attend, *heads(), normalizer="linear")
-    assert count == B * H * (N + M) * D * (V + 1)
 
 
 def test_sparse_features():
@@ -159,14 +161,3 @@ def test_leaves_the_module_as_it_was():
         count_multiply_adds(module, torch.ones(3, 4))
     assert module.training
     assert torch.equal(module.calls, before["calls"])
-
-
-def test_compiled_code_is_counted_uncompiled():
-    layer = torch.compile(nn.Linear(5, 7), backend="aot_eager")
-    assert count_multiply_adds(layer, torch.ones(3, 5)) == 3 * 5 * 7
-
-
-def test_an_expanded_parameter_is_counted():
-    pool, tokens = attnkit.AttentionPool(8, 2).train(), torch.randn(3, 5, 8)
-    inside = attnkit.count_multiply_adds(pool, tokens)
-    assert attnkit.count_multiply_adds(lambda: pool(tokens)) == inside > 0

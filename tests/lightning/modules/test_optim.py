@@ -33,9 +33,6 @@ def test_matrices_are_decayed_and_nothing_else():
         *map(id, (model.position, model.linear.bias, model.norm.weight, model.norm.bias)),
         id(outer["head"].bias),
     }
-
-
-def test_without_a_weight_decay_the_optimizers_own_stands():
     optimizer = torch.optim.AdamW(parameter_groups(Net()), weight_decay=0.7)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.0]
 

@@ -1,7 +1,9 @@
-"""Captioners: every encoder with every decoder, their grids, and that they learn."""
+"""Captioners: every encoder with every decoder, their grids, images of their own sizes, and that
+they learn."""
 
 import pytest
 import torch
+from layer_support import assert_named
 from torch import nn
 
 from attnkit.core.positions.absolute import sincos_2d
@@ -26,7 +28,7 @@ ENCODERS = {
 GRIDS = {"cnn": (6, 10), "vit": (3, 5), "feature map": (2, 3), "tokens": (3, 2)}
 DECODERS = {
     "transformer": lambda: TransformerDecoder(VOCABULARY, WORDS, dim=8, memory_dim=DIM,
-                                              depth=2, num_heads=2),
+                                              depth=2, num_heads=2, positions="relative"),
     "recurrent": lambda: RecurrentDecoder(VOCABULARY, WORDS, dim=8, memory_dim=DIM,
                                           doubly_stochastic=1.0),
     "hard": lambda: HardRecurrentDecoder(VOCABULARY, WORDS, dim=8, memory_dim=DIM,
@@ -146,13 +148,15 @@ def test_learns_what_it_is_shown(kind):
         assert (said == words[:, 1:]).all(1).float().mean() >= 0.9
 
 
-@pytest.mark.parametrize("name", ["mixer_s32_224", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize(
+    ("name", "size", "side"), [("mixer_s32_224", 224, 7), ("test_mambaout", 160, 5)]
+)
 @torch.no_grad()
-def test_tokens_and_maps_of_other_layouts(name):
-    encoder = TimmEncoder(name, 224).eval()
+def test_tokens_and_maps_of_other_layouts(name, size, side):
+    encoder = TimmEncoder(name, size).eval()
     images = some_images(encoder, 1)
-    assert encoder.grid == (7, 7)
-    features = encoder.network.forward_features(images).reshape(1, 49, encoder.dim)
+    assert encoder.grid == (side, side)
+    features = encoder.network.forward_features(images).reshape(1, side * side, encoder.dim)
     torch.testing.assert_close(encoder(images), features)
 
 
@@ -163,31 +167,98 @@ def test_names_that_do_not_decay_are_parameters():
         assert "decoder.embedding.weight" in model.no_weight_decay()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: CNNEncoder(0), "image_size: expected a positive integer or two, got 0"),
-        (lambda: CNNEncoder((8, 8, 8)), "image_size: expected a positive integer or two"),
-        (lambda: CNNEncoder(32, 0), "in_channels: expected at least 1, got 0"),
-        (lambda: CNNEncoder(32, stages=[]), "stages: expected positive channels"),
-        (lambda: CNNEncoder(32, stages=[[8], []]), "stages: expected positive channels"),
-        (lambda: CNNEncoder(32, stages=[[8], [0]]), "stages: expected positive channels"),
-        (lambda: CNNEncoder((32, 3), stages=[[8]] * 3), "3 stages are too many for 32 x 3 pixels"),
-        (lambda: CNNEncoder(32, dim=6), "dim: 6 is not a multiple of 4"),
-        (lambda: CNNEncoder(32)(torch.zeros(1, 3, 32, 31)), "images: expected 32 x 32 pixels"),
-        (lambda: TimmEncoder("resnet19", 32), "name: expected a name of timm's registry"),
-        (
-            lambda: Captioner(CNNEncoder(32), TransformerDecoder(9, 5)),
-            "decoder: reads a memory of 256 channels, but the encoder gives 128",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+SIZES = [(2, 5), (7, 3), (1, 1)]
+OWN = torch.tensor([[1, 5, 6, 2, 0], [1, 7, 2, 0, 0], [1, 9, 8, 11, 2]])
+
+
+def captioner(decoder, **options):
+    torch.manual_seed(3)
+    encoder = ViTEncoder(
+        20, 3, patch_size=5, dim=DIM, depth=2, num_heads=5, num_registers=2, native=True, **options
+    )
+    model = Captioner(encoder, DECODERS[decoder]()).double().eval()
+    for parameter in model.parameters():  # at first weights are all alike, and norms do nothing
+        nn.init.normal_(parameter, std=0.5)
+    images = [torch.randn(3, 5 * rows, 5 * columns).double() for rows, columns in SIZES]
+    return model, images
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("positions", ["learned", "rotary2d"])
+def test_a_batch_learns_and_says_what_its_images_do_alone(decoder, positions):
+    model, images = captioner(decoder, positions=positions)
+    pairs = list(zip(images, OWN, strict=True))
+    together = model(images, OWN[:, :-1])
+    alone = [model(image[None], words[None, :-1]) for image, words in pairs]
+    torch.testing.assert_close(together, torch.cat(alone))
+
+    terms = model.loss(images, OWN)
+    losses = [model.loss(image[None], words[None]) for image, words in pairs]
+    counts = (OWN[:, 1:] != 0).sum(dim=1).double()
+    mean = sum(n * one["cross_entropy"] for n, one in zip(counts, losses, strict=True))
+    expected = {"cross_entropy": mean / counts.sum()}
+    if decoder == "recurrent":
+        expected["doubly_stochastic"] = sum(one["doubly_stochastic"] for one in losses) / 3
+    for name, value in expected.items():
+        torch.testing.assert_close(terms[name], value)
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    options = {"allow_unused": True, "materialize_grads": True}
+    found = torch.autograd.grad(sum(terms[name] for name in expected), parameters, **options)
+    wanted = torch.autograd.grad(sum(expected.values()), parameters, **options)
+    assert sum(bool(gradient.any()) for gradient in wanted) > 20
+    torch.testing.assert_close(found, wanted)
+
+    for method in ("greedy", "beam"):
+        said = model.generate(images, method, return_weights=True)
+        for number, (image, (rows, columns)) in enumerate(zip(images, SIZES, strict=True)):
+            assert model.grid_of(image) == (rows, columns)
+            one = model.generate(image[None], method, return_weights=True)
+            words, places = one.words.shape[1], rows * columns
+            assert torch.equal(said.words[number, :words], one.words[0])
+            assert not said.words[number, words:].any()
+            torch.testing.assert_close(said.scores[number], one.scores[0])
+            weights = said.weights[number]
+            torch.testing.assert_close(weights[:, :, :words, :places], one.weights[0])
+            assert not weights[..., places:].any()
+
+
+def test_a_list_of_one_size_needs_no_mask_and_trains():
+    model, images = captioner("transformer")
+    same = [images[0], images[0].flip(-1)]
+    assert model._memory(same)[1] is None
+    torch.testing.assert_close(model(same, OWN[:2]), model(torch.stack(same), OWN[:2]))
+    model.train().loss(images, OWN)["loss"].backward()
+    assert all(one.grad.isfinite().all() for one in model.parameters())
+
+
+WRONG = [
+    (lambda: CNNEncoder(0), "image_size: expected a positive integer or two, got 0"),
+    (lambda: CNNEncoder((8, 8, 8)), "image_size: expected a positive integer or two"),
+    (lambda: CNNEncoder(32, 0), "in_channels: expected at least 1, got 0"),
+    (lambda: CNNEncoder(32, stages=[]), "stages: expected positive channels"),
+    (lambda: CNNEncoder(32, stages=[[8], []]), "stages: expected positive channels"),
+    (lambda: CNNEncoder(32, stages=[[8], [0]]), "stages: expected positive channels"),
+    (lambda: CNNEncoder((32, 3), stages=[[8]] * 3), "3 stages are too many for 32 x 3 pixels"),
+    (lambda: CNNEncoder(32, dim=6), "dim: 6 is not a multiple of 4"),
+    (lambda: CNNEncoder(32)(torch.zeros(1, 3, 32, 31)), "images: expected 32 x 32 pixels"),
+    (lambda: CNNEncoder(20)([torch.zeros(3, 9, 9)]), "takes one tensor .* got list; ViTEncoder"),
+    (
+        lambda: ViTEncoder(24)([torch.zeros(3, 8, 8), torch.zeros(3, 24, 4)]),
+        r"images\[1\]: images: expected a multiple of patch_size",
+    ),
+    (lambda: TimmEncoder("resnet19", 32), "name: expected a name of timm's registry"),
+    (
+        lambda: Captioner(CNNEncoder(32), TransformerDecoder(9, 5)),
+        "decoder: reads a memory of 256 channels, but the encoder gives 128",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_is_wrong_is_named(call, message):
+    assert_named(call, message)
 
 
 def test_an_encoder_that_does_not_say_its_sizes_is_named():
-    decoder = RecurrentDecoder(11, 5, dim=8)
     with pytest.raises(AttributeError, match="'ImageEncoder' object has no attribute 'dim'"):
-        Captioner(ImageEncoder(32), decoder)
+        Captioner(ImageEncoder(32), RecurrentDecoder(11, 5, dim=8))

@@ -24,6 +24,14 @@ DECODERS = {
     "recurrent": (RecurrentDecoder, {}),
     "hard": (HardRecurrentDecoder, {"score": "general"}),
 }
+OTHERS = {
+    "no positions": (TransformerDecoder, {"positions": None}),
+    "sincos": (TransformerDecoder, {"positions": "sincos"}),
+    "alibi": (TransformerDecoder, {"positions": "alibi"}),
+    "additive, rotary": (TransformerDecoder, {"score": "additive", "positions": "rotary"}),
+    "dot": (RecurrentDecoder, {"score": "dot"}),
+    "hard, scaled_dot": (HardRecurrentDecoder, {"score": "scaled_dot"}),
+}
 METHODS = {
     "greedy": {},
     "beam": {"method": "beam", "num_beams": 3, "num_return": 2, "length_penalty": 0.8},
@@ -32,7 +40,7 @@ METHODS = {
 
 
 def made(name, vocabulary=VOCABULARY, words=WORDS):
-    kind, options = DECODERS[name]
+    kind, options = (DECODERS | OTHERS)[name]
     if kind is TransformerDecoder:
         options = {**options, "depth": 2, "num_heads": 3}
     decoder = kind(vocabulary, words, dim=DIM, **options)
@@ -64,9 +72,9 @@ def log_probability(decoder, memory, words):
     return float(logits.log_softmax(-1)[range(len(words)), words].sum().detach())
 
 
-def every_sentence(vocabulary, longest):
-    words = [word for word in range(vocabulary) if word not in (PAD, START, END)]
-    for length in range(longest):
+def every_sentence():
+    words = [word for word in range(VOCABULARY) if word not in (PAD, START, END)]
+    for length in range(WORDS):
         for beginning in product(words, repeat=length):
             yield [*beginning, END]
 
@@ -77,10 +85,9 @@ def test_wide_beams_are_exhaustive(name):
     decoder = made(name).eval()
     memory = a_memory()
     likelihoods = [
-        [(log_probability(decoder, of_item, words), words)
-         for words in every_sentence(VOCABULARY, WORDS)]
-        for of_item in memory
-    ]  # fmt: skip
+        [(log_probability(decoder, one, words), words) for words in every_sentence()]
+        for one in memory
+    ]
     options = {"method": "beam", "num_beams": 120, "num_return": 5}
     for penalty, item in product((0.0, 0.6, 2.0, -1.0), range(BATCH)):
         if item == 0:
@@ -114,12 +121,14 @@ def test_narrow_beams_find_no_more_and_one_beam_is_greedy():
     assert some_are_beaten
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", DECODERS | OTHERS)
 @pytest.mark.parametrize("masked", [False, True])
 @torch.no_grad()
 def test_steps_are_plain_forwards_of_every_prefix(name, masked):
     """Also where hypotheses are chosen at random, some several times and some never."""
     decoder, memory, mask = made(name, 13, 9).eval(), a_memory(), a_mask() if masked else None
+    if masked and isinstance(decoder, TransformerDecoder):
+        mask[1] = False  # an item without a position
     state = decoder.start(memory, mask, num_beams=3)
     words = torch.full((BATCH, 1, 1), START)
     for length in range(1, 10):
@@ -195,7 +204,9 @@ def test_weights_follow_the_hypothesis_that_survived(name, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sentences_are_words_then_end_then_pad(method):
-    decoder = made("learned", 13, 9)
+    decoder = made("learned", 13, 9).train()
+    decoder.blocks[0].eval()
+    before = [module.training for module in decoder.modules()]
     decoder.head.bias = nn.Parameter(torch.zeros(13).double())
     with torch.no_grad():
         decoder.head.bias[[PAD, START]] = 50.0
@@ -206,6 +217,7 @@ def test_sentences_are_words_then_end_then_pad(method):
         assert not {PAD, START} & set(sentence[:end])
         assert set(sentence[end + 1 :]) <= {PAD}
     assert END in said.words
+    assert [module.training for module in decoder.modules()] == before
 
 
 def test_sentences_that_never_end_are_cut():
@@ -231,36 +243,31 @@ def test_sentences_that_never_end_are_cut():
     assert (found.scores[:, 0] >= found.scores[:, 1]).all()
 
 
-def test_of_equal_words_the_lower_number():
+def test_of_equal_words_the_lower_number_and_the_length_that_wins():
     """All words are as likely as all others, whatever came before."""
-    decoder = made("learned", 400, 5)
+    decoder, memory = made("learned", 400, 5), a_memory()
     nn.init.zeros_(decoder.embedding.weight)
-    found = generate(decoder, a_memory(), method="beam", num_beams=3, num_return=3)
+    found = generate(decoder, memory, method="beam", num_beams=3, num_return=3)
     # END is the likeliest sentence, and then what goes on from the lowest word
     expected = torch.tensor([[END, PAD, PAD], [3, END, PAD], [3, 3, END]])
     assert torch.equal(found.words, expected.expand(BATCH, -1, -1))
-    assert torch.equal(generate(decoder, a_memory()).words, torch.full((BATCH, 1), END))
-
-
-def test_the_search_goes_on_where_a_longer_sentence_may_win():
-    """All words are as likely as all others; by this penalty the longest sentence is the best."""
+    assert torch.equal(generate(decoder, memory).words, torch.full((BATCH, 1), END))
+    # by a large penalty the search goes on, since the longest sentence is the best
     decoder = made("learned")
     nn.init.zeros_(decoder.embedding.weight)
-    found = generate(decoder, a_memory(), method="beam", num_beams=4, length_penalty=8.0)
+    found = generate(decoder, memory, method="beam", num_beams=4, length_penalty=8.0)
     assert torch.equal(found.words, torch.tensor([3, 3, 3, END]).expand(BATCH, -1))
 
 
 def test_the_search_ends_when_nothing_can_win():
     decoder, memory = made("learned", 13, 9), a_memory()
     decoder.head.bias = nn.Parameter(6.0 * F.one_hot(torch.tensor(END), 13).double())
-    calls = []
-    step = decoder.step
+    calls, step = [], decoder.step
     decoder.step = lambda *args: (calls.append(1), step(*args))[1]
-    generate(decoder, memory, method="beam", num_beams=3)
-    assert len(calls) < 9
-    calls.clear()
-    generate(decoder, memory)
-    assert len(calls) < 9
+    for options in ({"method": "beam", "num_beams": 3}, {}):
+        calls.clear()
+        generate(decoder, memory, **options)
+        assert len(calls) < 9
 
 
 def test_samples_are_drawn_from_the_model():
@@ -297,38 +304,25 @@ def test_words_that_may_be_drawn(top_k, top_p):
         assert set(is_kept.nonzero().flatten().tolist()) == expected
 
 
-def test_modes_are_as_before():
-    decoder = made("learned")
-    decoder.train()
-    decoder.blocks[0].eval()
-    before = [module.training for module in decoder.modules()]
-    generate(decoder, a_memory())
-    assert [module.training for module in decoder.modules()] == before
+WRONG = [
+    ({"method": "best"}, "method: expected 'greedy', 'beam' or 'sample', got 'best'"),
+    ({"num_beams": 3}, "num_beams: only for the method 'beam', got 3 with 'greedy'"),
+    ({"length_penalty": 0.5}, "length_penalty: only for the method 'beam'"),
+    ({"method": "beam", "temperature": 0.5}, "temperature: only for the method 'sample'"),
+    ({"method": "beam", "top_k": 5}, "top_k: only for the method 'sample'"),
+    ({"top_p": 0.5}, "top_p: only for the method 'sample'"),
+    ({"generator": torch.Generator()}, "generator: only for the method 'sample'"),
+    ({"num_return": 2}, "num_return: expected 1 or None with 'greedy', got 2"),
+    ({"method": "beam", "num_beams": 0}, "num_beams: expected at least 1, got 0"),
+    ({"method": "beam", "num_beams": 2, "num_return": 3}, "num_return: .* num_beams = 2, got 3"),
+    ({"method": "sample", "temperature": 0.0}, "temperature: expected a positive number"),
+    ({"method": "sample", "top_p": 1.5}, "top_p: expected 0 < top_p <= 1, got 1.5"),
+    ({"method": "sample", "top_k": 0}, "top_k: expected at least 1, got 0"),
+    ({"max_words": 5}, "max_words: expected 1 to 4, got 5"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "best"}, "method: expected 'greedy', 'beam' or 'sample', got 'best'"),
-        ({"num_beams": 3}, "num_beams: only for the method 'beam', got 3 with 'greedy'"),
-        ({"length_penalty": 0.5}, "length_penalty: only for the method 'beam'"),
-        ({"method": "beam", "temperature": 0.5}, "temperature: only for the method 'sample'"),
-        ({"method": "beam", "top_k": 5}, "top_k: only for the method 'sample'"),
-        ({"top_p": 0.5}, "top_p: only for the method 'sample'"),
-        ({"generator": torch.Generator()}, "generator: only for the method 'sample'"),
-        ({"num_return": 2}, "num_return: expected 1 or None with 'greedy', got 2"),
-        ({"method": "beam", "num_beams": 0}, "num_beams: expected at least 1, got 0"),
-        (
-            {"method": "beam", "num_beams": 2, "num_return": 3},
-            "num_return: expected at most num_beams = 2, got 3",
-        ),
-        ({"method": "sample", "temperature": 0.0}, "temperature: expected a positive number"),
-        ({"method": "sample", "top_p": 1.5}, "top_p: expected 0 < top_p <= 1, got 1.5"),
-        ({"method": "sample", "top_k": 0}, "top_k: expected at least 1, got 0"),
-        ({"max_words": 5}, "max_words: expected 1 to 4, got 5"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,  # a generator has an address
-)
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         generate(made("learned"), a_memory(), **options)
@@ -346,21 +340,15 @@ def test_a_batch_of_nothing(name, num_return):
         assert none.words.shape[:-1] == (0, *some.words.shape[1:-1])
         assert none.weights.shape[:-2] == (0, *some.weights.shape[1:-2])
         assert none.weights.shape[-1] == 5
+    with pytest.raises(ValueError, match="memory: expected at least one position, got none"):
+        generate(decoder, memory[:, :0])
+    with pytest.raises(ValueError, match="words: expected at least START, got none"):
+        decoder(memory, torch.ones(3, 0, dtype=torch.long))
     if name == "hard":  # draws a position, of which there must be one
         return
     words = torch.ones(0, 4, dtype=torch.long)
     loss = decoder.train().loss(memory[:0], words)["loss"]
     assert float(loss) == 0.0
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_nothing_to_look_at_or_to_begin_with(name):
-    decoder = made(name)
-    memory = torch.randn(2, 5, DIM, dtype=torch.float64)
-    with pytest.raises(ValueError, match="memory: expected at least one position, got none"):
-        generate(decoder, memory[:, :0])
-    with pytest.raises(ValueError, match="words: expected at least START, got none"):
-        decoder(memory, torch.ones(2, 0, dtype=torch.long))
 
 
 @pytest.mark.parametrize("name", DECODERS)
