@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from unittest.mock import patch
 
 import torch
@@ -31,35 +31,28 @@ MOST_ROWS = 48  # a longer table is printed with one row for each layer
 SINK = 0.5  # a finding reports a key that takes at least this share of a head's attention
 
 
-class _Sign(NamedTuple):
-    """A finding about a column: the condition on a head's number, and the words that report it."""
-
-    column: str
-    is_met: Callable[[float], bool]
-    words: str
-
-
-SIGNS = (
-    _Sign("padding", lambda value: value > 0, "look at padding, which must be 0"),
-    _Sign(
+SIGNS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("padding", lambda value: value > 0, "look at padding, which must be 0"),
+    (
         "static",
         lambda value: value >= 0.999,
         "rank the keys alike for every query (static score ≥ 0.999), so that they cannot depend on "
         "the query",
     ),
-    _Sign(
+    (
         "entropy",
         lambda value: value >= 0.99,
         "spread evenly over what they see (normalised entropy ≥ 0.99), as a mean would",
     ),
-    _Sign(
+    (
         "sink",
         lambda value: value >= SINK,
         f"give {SINK:.0%} or more of their attention to one key; gates and registers are what is "
         "known to help",
     ),
 )
-"""Possible findings, in the order in which a user should act on them."""
+"""Possible findings, in the order in which a user should act on them: a column, the condition on a
+head's number, and the words that report it."""
 
 
 @dataclass(eq=False, repr=False)

@@ -335,18 +335,16 @@ def _ways(
     Of several shortest paths it takes the edges that come first in `places`, which is sorted by
     size.
     """
-    onward: dict[int, int] = {}
-    for place in places:
-        source, target = ends[place]
-        if steps[source] == steps[target] + 1:
-            onward.setdefault(source, place)
-    ways: dict[int, None] = {}
+    # the first of the places stays, since it comes last
+    steps_of = {place: [steps[node] for node in ends[place]] for place in places}
+    onward = {ends[p][0]: p for p in places[::-1] if steps_of[p][0] == steps_of[p][1] + 1}
+    ways = []
     for place in ranked:
         node = ends[place][1]
-        while node in onward and onward[node] not in ways:
-            ways[onward[node]] = None
+        while node in onward:
+            ways.append(onward[node])
             node = ends[onward[node]][1]
-    return list(ways)
+    return ways
 
 
 def _layout(

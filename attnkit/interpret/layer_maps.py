@@ -16,7 +16,6 @@ from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.methods.tokens import watch
 from attnkit.interpret.picture import OVERLAY, Panel, Row, Scale, as_picture, draw
 from attnkit.layers.gates import capture_gates
-from attnkit.layers.spatial import SpatialAttention
 from attnkit.lightning.protocols import Explained
 
 ATTENTION = "attention / uniform attention"
@@ -125,8 +124,13 @@ def layer_maps(
             if name not in captured:
                 raise ValueError(f"layer: {name!r} did not run")
             values = captured[name][-1].float()
-            of_one = _of_gate if are_gates else _of_attention
-            found[name] = of_one(name, values, model, images)
+            if not are_gates:
+                found[name] = _of_attention(name, values, model, images)
+            elif values[0, 0].numel() == 1:
+                values = values.flatten(1)
+                found[name] = LayerMap(name, values, "gate", is_over_image=False)
+            else:
+                found[name] = LayerMap(name, values.mean(dim=1), "gate, mean of channels")
     return [found[name] for name in names]
 
 
@@ -147,31 +151,21 @@ def _as_explained(model: nn.Module, images: Tensor) -> dict[str, LayerMap]:
 
 def _on_grid(layer: str, received: Tensor, num_keys: int, grid: Grid) -> LayerMap:
     """Return the attention that each token receives, [batch, tokens], as a map over the patches."""
-    values = grid.patches(received * num_keys).unflatten(1, (grid.rows, grid.columns))
+    values = grid.image(received * num_keys)
     share = grid.others(received).sum(dim=1) if grid.num_others else None
     return LayerMap(layer, values, share=share)
 
 
-def _of_gate(name: str, values: Tensor, model: nn.Module, images: Tensor) -> LayerMap:
-    if values[0, 0].numel() == 1:
-        return LayerMap(name, values.flatten(1), "gate", is_over_image=False)
-    return LayerMap(name, values.mean(dim=1), "gate, mean of channels")
-
-
 def _of_attention(name: str, weights: Tensor, model: nn.Module, images: Tensor) -> LayerMap:
     """Return the map of a single layer, the mean of its weights over heads and queries."""
-    layer, around = (model.get_submodule(path) for path in (name, name.rpartition(".")[0]))
     batch, num_keys = len(images), weights.shape[-1]
-    if getattr(layer, "is_over_channels", False):
+    if getattr(model.get_submodule(name), "is_over_channels", False):
         return LayerMap(name, weights.mean(dim=1) * num_keys, is_over_image=False)
     received = weights.mean(dim=(1, 2))
-    if isinstance(around, SpatialAttention) and around.pattern == "axial":
-        lines = received.unflatten(0, (batch, -1)) * num_keys  # each row or column is an item
-        return LayerMap(name, lines.mT if layer is around.column_attention else lines)
     if len(weights) > batch:
         raise ValueError(
             f"layer: {name!r} attends within {len(weights) // batch} parts of the image, windows "
-            "or the like, which are not drawn; take another layer"
+            "or rows, which are not drawn; take another layer"
         )
     return _on_grid(name, received, num_keys, find_grid(model, images, num_keys))
 

@@ -98,7 +98,7 @@ class NodePredictions(Callback):
             names = getattr(getattr(trainer, "datamodule", None), "node_names", None)
             extra = ("name", "source_name") if names else ()
             header = ["node", *extra[:1], "layer", "head", "source", *extra[1:], "weight"]
-            write_csv(self.path, header, (_cells(*row, names) for row in rows))
+            write_csv(self.path, header, (_cells(row, names) for row in rows))
         self._rows = []
 
 
@@ -166,10 +166,9 @@ def largest_of_each(target: Tensor, weight: Tensor, top_k: int) -> Tensor:
     return order[torch.arange(len(order), device=order.device) - first < top_k]
 
 
-def _cells(
-    node: int, layer: str, head: int | str, source: int, weight: float, names: list[str] | None
-) -> list[Any]:
+def _cells(row: Row, names: list[str] | None) -> list[Any]:
     """Return the row of the table."""
+    node, layer, head, source, weight = row
     is_virtual = source < 0
     return [
         node, *([names[node]] if names else []), layer or "(model)", head,

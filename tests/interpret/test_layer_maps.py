@@ -185,43 +185,6 @@ def test_what_each_kind_of_layer_gives():
             assert found.values.max() < 1
 
 
-class Axial(nn.Module):
-    """Positions are the means of 7 x 7 pixels; each looks at the brightest of its row, then of its
-    column, in which all are then as bright as the brightest of their rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spatial = SpatialAttention(1, pattern="axial", residual=None)
-        with torch.no_grad():
-            for attention in (self.spatial.attention, self.spatial.column_attention):
-                attention.in_proj.weight.copy_(torch.tensor([[0.0], [10.0], [1.0]]))
-                attention.in_proj.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))
-                attention.out_proj.weight.fill_(1.0)
-                attention.out_proj.bias.zero_()
-
-    def forward(self, images):
-        return self.spatial(F.avg_pool2d(images.mean(1, keepdim=True), 7))
-
-
-def test_axial_attention_is_drawn_along_rows_and_columns():
-    images = torch.zeros(2, 3, 21, 35)  # 3 x 5 positions
-    images[1, :, 7:14, 21:28] = 1.0
-    model = Axial().eval()
-    rows, columns = layer_maps(model, images, "*")
-    assert [rows.layer, columns.layer] == ["spatial.attention", "spatial.column_attention"]
-    share = torch.e**10 / (torch.e**10 + 4)
-    expected = torch.ones(3, 5)
-    expected[1] = 5 * (1 - share) / 4
-    expected[1, 3] = 5 * share
-    torch.testing.assert_close(rows.values, torch.stack([torch.ones(3, 5), expected]))
-    after = model.spatial.attention.in_proj.weight[2].item() * share  # how bright row 1 is then
-    share = torch.e ** (10 * after) / (torch.e ** (10 * after) + 2)
-    expected = torch.full((3, 5), 3 * (1 - share) / 2)
-    expected[1] = 3 * share
-    torch.testing.assert_close(columns.values[1], expected)
-    assert all(one.is_over_image for one in (rows, columns))
-
-
 class Windows(nn.Module):
     """Attention within the upper and the lower half."""
 

@@ -191,17 +191,6 @@ def test_a_single_logit_has_no_class_to_be_sensitive_to(loader, trainer, tmp_pat
     assert set(interpret.history) == gaps
 
 
-def test_of_as_many_classes_as_the_batch_has(vit, trainer, tmp_path):
-    """Seven images of three classes in order: one of each before a second of any."""
-    images, labels = torch.rand(7, 1, 8, 8), torch.tensor([4, 4, 4, 4, 1, 1, 9])
-    interpret = Interpret(num_images=4, folder=tmp_path / "maps")
-    trained = trainer([interpret], max_epochs=1)
-    loader = DataLoader(TensorDataset(images, labels), batch_size=7)
-    trained.validate(vit(), loader, verbose=False)
-    assert interpret._batch[1].tolist() == [1, 4, 9, 1]
-    assert torch.equal(interpret._batch[0], images[[4, 0, 6, 5]])
-
-
 def test_training_is_the_same_with_it_and_after_a_resumption(vit, loader, trainer, tmp_path):
     """Weights bit for bit: no random number, gradient or mode is touched, dropout included."""
 

@@ -63,22 +63,6 @@ def test_patches_that_are_left_out_are_as_alone(positions):
     assert not torch.allclose(together, model.eval()(batch))
 
 
-def test_a_whole_image_skips_a_branch():
-    block = make(drop_path=0.5).blocks[2].train()
-    from attnkit import Packed
-
-    lengths = torch.tensor([7, 5, 11, 3])
-    tokens = torch.randn(1, int(lengths.sum()), 24, dtype=torch.float64)
-    torch.manual_seed(1)
-    seen = set()
-    for _ in range(8):
-        update = block._drop_path(torch.ones_like(tokens), Packed(lengths))
-        for part in update.split(lengths.tolist(), dim=1):
-            assert part.unique().numel() == 1
-            seen.add(float(part[0, 0, 0]))
-    assert seen == {0.0, 2.0}
-
-
 def test_equal_sizes_are_one_tensor_and_the_same():
     model = make()
     batch = images([(12, 16)] * 3)

@@ -1,12 +1,8 @@
-"""Parameters divided among many ranks by torch's `fully_shard`, and Lightning's strategies: a
-process group that sends nothing lets one process be one of eight. `FSDPStrategy` needs a GPU."""
+"""Parameters divided among many ranks by torch's `fully_shard`: a process group that sends nothing
+lets one process be one of eight."""
 
-import lightning
 import pytest
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -74,38 +70,3 @@ def test_a_step_of_one_rank_of_eight(name, one_of_eight):
     own = sum(p.to_local().numel() for p in network.parameters())
     assert own < whole / 2
     assert any(p.grad is not None for p in network.parameters())
-
-
-class Divided(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.network = NETWORKS["ViT"][0]()
-
-    def configure_model(self):
-        fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
-
-    def forward(self, images):
-        return self.network(images)
-
-
-@pytest.mark.parametrize("make", [DDPStrategy, lambda: ModelParallelStrategy(4, 2)])
-def test_lightnings_strategies_take_a_model(make, one_of_eight):
-    environment = LightningEnvironment()
-    environment.set_world_size(RANKS)
-    environment.set_global_rank(RANK)
-    strategy = make()
-    strategy.parallel_devices = [torch.device("cpu")] * RANKS
-    strategy.cluster_environment, strategy.accelerator = environment, CPUAccelerator()
-    strategy._local_rank = RANK
-    module = Divided()
-    whole = sum(parameter.numel() for parameter in module.parameters())
-    strategy.connect(module)
-    strategy.setup_environment()
-    if isinstance(strategy, ModelParallelStrategy):
-        assert strategy.device_mesh["data_parallel"].size() == 4
-        module.configure_model()
-        module(torch.randn(2, 3, 16, 16)).sum().backward()
-        assert sum(p.to_local().numel() for p in module.parameters()) < whole / 2
-    else:
-        strategy.configure_ddp()
-        assert strategy.model(torch.randn(2, 3, 16, 16)).shape == (2, 5)

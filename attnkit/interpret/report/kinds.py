@@ -55,7 +55,8 @@ class Kind(NamedTuple):
     rows: function to the rows of `scores.csv`.
     columns, caption: the columns of the table, as in `table_of`, and the meaning of its numbers.
     worth, called: the findings about a row and the format of its name, as in `findings_of`.
-    sections: function to the sections of the page; its last argument is the batch size.
+    sections: function to the sections of the page, of images of one size; its last argument is the
+        batch size.
     summary: function from the rows of `scores.csv` to those of the table.
     """
 
@@ -82,7 +83,7 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
     - graphs: for each graph and method, numbers of the edges [edges]; the edges of each graph
     """
     if explained.has_sizes:
-        return _of_sizes([arrays_of(one, part) for one, part in _apart(explained, found)])
+        return _of_sizes([arrays_of(one, part) for one, part in apart(explained, found)])
     first, arrays = found[0].seen, {}
     for method, seen, trust, other, place in found:
         if explained.graphs is not None:
@@ -96,7 +97,9 @@ def arrays_of(explained: Explained, found: Sequence[Judged]) -> dict[str, Any]:
             arrays[f"map_{method}"] = seen.words
         else:
             arrays |= {f"{name}_{method}": one for name, one in seen.unit.arrays().items()}
-            arrays |= {f"gap_{kind}_{method}": gap for kind, gap in _gaps(trust).items()}
+            arrays |= {
+                f"gap_{kind}_{method}": gap for kind, gap in (trust.gaps if trust else {}).items()
+            }
             if other is not None:
                 arrays[f"against_{method}"] = other.map
     if explained.kind in ("nodes", "pairs"):
@@ -125,7 +128,7 @@ def _of_sizes(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return arrays
 
 
-def _apart(
+def apart(
     explained: Explained, found: Sequence[Judged]
 ) -> Iterator[tuple[Explained, list[Judged]]]:
     """Yield images of several sizes one by one with their results; others all together."""
@@ -133,21 +136,6 @@ def _apart(
         yield explained.alone(place), [one for one in found if one.place == place]
     if not explained.has_sizes:
         yield explained, list(found)
-
-
-def _image_sections(
-    explained: Explained, found: Sequence[Judged], batch_size: int
-) -> list[Section]:
-    parts = _apart(explained, found)
-    return [section for part in parts for section in image_sections(*part, batch_size)]
-
-
-def _word_sections(explained: Explained, found: Sequence[Judged], _: int) -> list[Section]:
-    return [section for part in _apart(explained, found) for section in word_sections(*part)]
-
-
-def _gaps(trust: Any) -> dict[str, Tensor]:
-    return trust.gaps if trust else {}
 
 
 # --- images ---------------------------------------------------------------------------------------
@@ -228,7 +216,7 @@ def _worth_of_image_row(row: Row) -> dict[str, str]:
 def _word_rows(explained: Explained, found: Sequence[Judged]) -> list[Row]:
     """Return a row for each method and word."""
     if explained.has_sizes:
-        return [row for part in _apart(explained, found) for row in _word_rows(*part)]
+        return [row for part in apart(explained, found) for row in _word_rows(*part)]
     rows = []
     for method, seen, trust, *_ in found:
         for image, words in enumerate(explained.words):
@@ -355,7 +343,7 @@ KINDS = {
         "every class. random weights: a rank correlation.",
         worth=_worth_of_image_row,
         called="{map}",
-        sections=_image_sections,
+        sections=image_sections,
     ),
     "sentences": Kind(
         unit="word",
@@ -384,7 +372,7 @@ KINDS = {
         "even.",
         worth=_worth_of_word_row,
         called="{map}",
-        sections=_word_sections,
+        sections=lambda explained, found, _: word_sections(explained, found),
         summary=_means_over_words,
     ),
     "nodes": Kind(

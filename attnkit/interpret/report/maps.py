@@ -13,7 +13,6 @@ from attnkit.interpret.explanation import Explanation
 from attnkit.interpret.methods.question import logits_of, looking
 from attnkit.interpret.picture import Scale, as_numbers, overlay_scale, scale_of
 from attnkit.interpret.report.attention import (
-    Without,
     attention_of,
     heads_data,
     looks_data,
@@ -68,7 +67,11 @@ def image_sections(
         notes.append(f"Not shown: what patches look at, layers and heads. {_reason(error)}")
     without = without_each(first, attention.grid if attention else None, batch_size)
     drop = (without.whole[:, None] - without.p).unflatten(1, without.grid)
-    says = [_without_one(without, image, target) for image, target in enumerate(names)]
+    says = []
+    for target, whole, each in zip(names, without.whole, without.p, strict=True):
+        p, low, high = (number(float(one)) for one in (whole, *each.aminmax()))
+        said = f"p({target}) is {p}, and without one patch {low} to {high} ({without.kind})."
+        says.append(said)
     scale = scale_of([drop], is_signed=True)
     shown.append(_Maps("Each patch removed", drop, scale, "what p loses", says))
     sections = []
@@ -211,12 +214,6 @@ def _of_another_class(explained: Explained, seen: Explanation) -> Explanation:
     return explain(explained.model, explained.inputs, logits.argmax(dim=1), seen.method)
 
 
-def _without_one(without: Without, image: int, target: str) -> str:
-    low, high = (number(float(p)) for p in without.p[image].aminmax())
-    p = f"p({target}) is {number(float(without.whole[image]))}"
-    return f"{p}, and without one patch {low} to {high} ({without.kind})."
-
-
 def _about(explained: Explained, one: Explanation, image: int) -> str:
     text = "The same for every class. "
     if one.has_target:
@@ -300,16 +297,19 @@ def patch_curves(trusts: Mapping[str, Trust], image: int, target: str) -> list[d
         for place, (name, trust) in enumerate(of_kind.items()):
             colour = f"c{place % _COLOURS}"
             most, least = trust.curves[kind]["map"][:, image]
-            lines += [_line(f"{colour} solid", xs, most), _line(f"{colour} dashed", xs, least)]
+            lines += [
+                {"style": f"{colour} solid", "points": _points(xs, most)},
+                {"style": f"{colour} dashed", "points": _points(xs, least)},
+            ]
             legend.append({"style": f"{colour} solid", "name": name})
         figures.append(
             {
                 "title": f"Patches removed: {REMOVALS[kind]}",
                 "alt": f"p({target}) against the share of patches removed, {REMOVALS[kind]}",
-                "y": f"p({_cut(target)})",
+                "y": f"p({target if len(target) < 16 else target[:14] + '…'})",
                 "x": "patches removed",
                 "ticks": [(x, f"{100 * x:.0f} %") for x in (0, 0.5, 1)],
-                "band": _band(xs, random.amin(dim=0), random.amax(dim=0)),
+                "band": [*_points(xs, random.amin(dim=0)), *_points(xs, random.amax(dim=0))[::-1]],
                 "lines": lines,
                 "legend": [*legend, {"style": "band", "name": f"{len(random)} random orders"}],
                 "note": "Solid: highest-ranked patches first; dashed: lowest-ranked first.",
@@ -335,18 +335,6 @@ def patch_sentences(trust: Trust, image: int) -> list[tuple[str, str]]:
     return sentences
 
 
-def _line(style: str, xs: Sequence[float], ys: Tensor) -> dict[str, Any]:
-    return {"style": style, "points": _points(xs, ys)}
-
-
-def _band(xs: Sequence[float], low: Tensor, high: Tensor) -> list[tuple[float, float]]:
-    return [*_points(xs, low), *_points(xs, high)[::-1]]
-
-
 def _points(xs: Sequence[float], ys: Tensor) -> list[tuple[float, float]]:
     """Return the points of a curve, from 0 to 1 in both directions."""
     return [(float(x), float(y)) for x, y in zip(xs, ys, strict=True)]
-
-
-def _cut(name: str) -> str:
-    return name if len(name) < 16 else f"{name[:14]}…"

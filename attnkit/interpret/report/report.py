@@ -22,7 +22,7 @@ from attnkit.interpret.methods.words import grid_of
 from attnkit.interpret.picture import save
 from attnkit.interpret.report.attention import MOST_CELLS
 from attnkit.interpret.report.findings import PAGE, Findings, Judged, findings_of, table_of
-from attnkit.interpret.report.kinds import KINDS, arrays_of
+from attnkit.interpret.report.kinds import KINDS, apart, arrays_of
 from attnkit.interpret.report.page import picture_section, write_page
 from attnkit.interpret.trust.curves import FRACTIONS, FULL_FRACTIONS
 from attnkit.interpret.trust.words import ORDERS, word_counts
@@ -286,7 +286,11 @@ class Report:
         findings = Findings(
             rows,
             arrays_of(explained, found),
-            sections=kind.sections(explained, found, self.batch_size),
+            sections=[
+                section
+                for part in apart(explained, found)
+                for section in kind.sections(*part, self.batch_size)
+            ],
             shown=table_of(summary, kind.columns),
             caption=kind.caption if any(one.trust for one in found) else "",
             said=findings_of(summary, kind.worth, kind.called),

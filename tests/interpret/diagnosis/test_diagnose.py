@@ -216,29 +216,22 @@ def test_findings_are_at_most_five_sentences_each_with_its_number():
     ]
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "options", "message"),
-    [
-        (nn.Linear(3, 3), torch.randn(2, 3), {}, "model: Linear has no attention"),
-        (Attending(), 3, {}, "inputs: expected a tensor, a tuple of arguments or a dict"),
-        (Attending(), torch.randn(0, 3), {}, "inputs: the batch is empty"),
-        (Attending(), torch.randn(2, 3), {"grid": (1, 3)}, "grid: only images"),
-        (Attending(), torch.randn(2, 3), {"num_rows": 1}, "num_rows: expected at least 2, got 1"),
-        (Attending(), torch.randn(2, 3), {"seed": -1}, "seed: expected at least 0"),
-        (
-            Attending(),
-            torch.randn(2, HEADS, TOKENS, TOKENS),
-            {"real_tokens": torch.ones(2, 7)},
-            r"real_tokens: no attention ran over \[batch, tokens\] = \[2, 7\]",
-        ),
-        (
-            Attending(),
-            torch.randn(2, HEADS, TOKENS, TOKENS),
-            {"labels": torch.ones(2, dtype=torch.long)},
-            "labels: expected one for each row of the model's logits",
-        ),
-    ],
-)
+QUERIES = torch.randn(2, HEADS, TOKENS, TOKENS)
+BAD = [
+    (nn.Linear(3, 3), torch.randn(2, 3), {}, "model: Linear has no attention"),
+    (Attending(), 3, {}, "inputs: expected a tensor, a tuple of arguments or a dict"),
+    (Attending(), torch.randn(0, 3), {}, "inputs: the batch is empty"),
+    (Attending(), torch.randn(2, 3), {"grid": (1, 3)}, "grid: only images"),
+    (Attending(), torch.randn(2, 3), {"num_rows": 1}, "num_rows: expected at least 2, got 1"),
+    (Attending(), torch.randn(2, 3), {"seed": -1}, "seed: expected at least 0"),
+    (Attending(), QUERIES, {"real_tokens": torch.ones(2, 7)},
+     r"real_tokens: no attention ran over \[batch, tokens\] = \[2, 7\]"),
+    (Attending(), QUERIES, {"labels": torch.ones(2, dtype=torch.long)},
+     "labels: expected one for each row of the model's logits"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "inputs", "options", "message"), BAD)
 def test_wrong_arguments_are_named(model, inputs, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         diagnose_attention(model, inputs, **options)

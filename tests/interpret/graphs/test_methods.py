@@ -322,15 +322,6 @@ def test_texts_are_not_taken_for_edges(named, method):
     assert list(weights["attention"][0].shape) == [2, 2, 7, 7]
 
 
-def test_texts_of_transformers_are_not_taken_for_edges():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.BertConfig(vocab_size=30, intermediate_size=16, **sizes)
-    batch = transformers.BatchEncoding({"input_ids": torch.randint(30, (2, 7))})
-    with pytest.raises(TypeError, match="inputs: texts, as input_ids, are not explained"):
-        explain(transformers.BertModel(config), batch)
-
-
 def test_only_what_is_named_like_edges_is_edges(graph):
     x, edges = graph
 

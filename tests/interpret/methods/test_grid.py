@@ -91,43 +91,6 @@ def test_a_patch_that_is_changed_changes_the_token_of_its_place(way, before, beh
                 assert int(change.argmax()) == before + row * grid.columns + column
 
 
-class Counted(torch.autograd.Function):
-    """Counts how often a gradient comes back to the images."""
-
-    num_backwards = 0
-
-    @staticmethod
-    def forward(ctx, images):
-        return images.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        Counted.num_backwards += 1
-        return gradient
-
-
-def test_the_way_back_to_the_images_is_spared_where_a_map_before_them_tells_enough():
-    class Gated(Patches):
-        """The latest map is that of a gate, 1 x 1, on which tokens form no grid."""
-
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.AdaptiveAvgPool2d(1)
-
-        def forward(self, images):
-            map = self.embed(Counted.apply(images))
-            tokens = (map * (1 + self.gate(map))).flatten(2).transpose(1, 2)
-            return self.head(self.attention(tokens, tokens, tokens)[0].mean(dim=1))
-
-    torch.manual_seed(2)
-    Counted.num_backwards = 0
-    model, images = Gated().eval(), torch.randn(2, 3, 12, 20)
-    assert attnkit.explain(model, images, method="attention").map.shape == (2, 3, 5)
-    assert Counted.num_backwards == 0
-    attnkit.explain(model, images, method="input_gradient")
-    assert Counted.num_backwards == 1
-
-
 def test_tokens_that_are_no_grid_are_asked_for():
     class Shuffled(Patches):
         def forward(self, images):

@@ -315,7 +315,7 @@ WRONG_GRAPHS = [
 
 @pytest.mark.parametrize(("given", "message"), WRONG_GRAPHS, ids=[m for _, m in WRONG_GRAPHS])
 def test_wrong_graphs_are_named(given, message):
-    layer = GraphAttention(CHANNELS, 4, edge_dim=EDGE_DIM)
+    layer = GraphAttention(CHANNELS, 4, edge_dim=EDGE_DIM, backend="edges")
     right = {"x": torch.randn(NODES, CHANNELS), "edge_index": INDEX,
              "edge_attr": torch.randn(41, EDGE_DIM)}  # fmt: skip
     layer(**right)

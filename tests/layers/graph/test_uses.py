@@ -26,7 +26,9 @@ def x():
 
 @pytest.mark.parametrize("edge_dim", [None, 3])
 def test_evaluated_in_inference_mode_then_trained(graph, x, edge_dim):
-    model = GAT(8, 16, 3, heads=2, edge_dim=edge_dim)
+    # numba takes long to compile what reads features
+    backend = "edges" if edge_dim else "auto"
+    model = GAT(8, 16, 3, heads=2, edge_dim=edge_dim, backend=backend)
     edges = Edges(graph, NODES)
     features = None if edge_dim is None else torch.randn(graph.shape[1], edge_dim)
     with torch.inference_mode():
@@ -51,11 +53,11 @@ def test_a_layer_leaves_its_tensors_alone(graph, x):
 
 def test_second_derivatives_are_refused_not_lost(graph):
     query, key = (torch.randn(1, 2, NODES, 4, requires_grad=True) for _ in range(2))
-    for backend, mask in (("edges", Edges(graph, NODES)), ("block_sparse", attnkit.Window(2, 2))):
-        output = attend(query, key, key, mask=mask, backend=backend)
-        with pytest.raises(RuntimeError, match=f"{backend}.* has no second derivative"):
-            torch.autograd.grad(output.square().sum(), query, create_graph=True)
-    output = attend(query, key, key, mask=Edges(graph, NODES), backend="reference")
+    mask = Edges(graph, NODES)
+    output = attend(query, key, key, mask=mask, backend="edges")
+    with pytest.raises(RuntimeError, match=r"edges.* has no second derivative"):
+        torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    output = attend(query, key, key, mask=mask, backend="reference")
     (first,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), query)
     assert second.abs().sum() > 0

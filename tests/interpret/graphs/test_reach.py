@@ -1,4 +1,4 @@
-"""Edges that the answer of a pair of nodes depends on, against the model without each of them."""
+"""Which edges can change the answer of a node or a pair, against the model without each of them."""
 
 import pytest
 import torch
@@ -7,7 +7,79 @@ from torch_geometric import nn as pyg
 
 import attnkit
 
-CHANNELS = 5
+NODES, CHANNELS, CLASSES, INDEX = 13, 5, 3, 4
+
+
+def lost(answer, edges):
+    """What an answer loses without each edge."""
+    with torch.no_grad():
+        whole, keep = answer(edges), ~torch.eye(edges.shape[1], dtype=torch.bool)
+        return whole - torch.stack([answer(edges[:, one]) for one in keep])
+
+
+def lost_of_pair(model, x, edges, pair):
+    return lost(lambda some: model(x, some, pairs=torch.tensor(pair)[:, None])[0, 0], edges)
+
+
+class Reused(nn.Module):
+    """One layer that runs three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = pyg.GATv2Conv(CHANNELS, CHANNELS)
+
+    def forward(self, x, edge_index):
+        for _ in range(3):
+            x = self.layer(x, edge_index).tanh()
+        return x
+
+
+class Numbered(nn.Module):
+    """A layer whose nodes have no features, but vectors of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Embedding(NODES, CHANNELS)
+        self.layer = pyg.SGConv(CHANNELS, CLASSES, K=3)
+
+    def forward(self, number, edge_index):
+        return self.layer(self.own(number), edge_index)
+
+
+MODELS = {
+    "reused": Reused,
+    "gated": lambda: pyg.GatedGraphConv(CHANNELS, num_layers=3),
+    "ARMA": lambda: pyg.ARMAConv(CHANNELS, CLASSES, num_layers=3),
+    "SG": lambda: pyg.SGConv(CHANNELS, CLASSES, K=2),
+    "degrees": lambda: pyg.GCNConv(CHANNELS, CLASSES),
+    "two layers": lambda: attnkit.GAT(CHANNELS, 8, CLASSES, heads=2, num_layers=2),
+    "numbered": Numbered,
+    "polynormer": lambda: attnkit.Polynormer(
+        CHANNELS, 12, CLASSES, heads=3, num_local_layers=2, local_steps=0
+    ),
+    "exphormer": lambda: attnkit.GraphTransformer(
+        CHANNELS, 12, CLASSES, heads=3, global_attention=None, expander_degree=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_edge_that_matters_has_a_number(name):
+    """On a path of edges into the node, with some beside it."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    path = torch.stack([torch.arange(1, NODES), torch.arange(NODES - 1)])
+    edges = torch.cat([path, torch.tensor([[9, 2, 12, 0], [4, 7, 5, 11]])], dim=1)
+    x = torch.arange(NODES) if name == "numbered" else torch.randn(NODES, CHANNELS)
+    seen = attnkit.explain(model, (x, edges), 1, "occlusion", index=INDEX)
+    expected = lost(lambda some: model(x, some)[INDEX, 1], edges)
+    torch.testing.assert_close(seen.edges, expected, atol=1e-4, rtol=1e-3)
+    assert (expected.abs() > 1e-3).sum() >= 2
+    assert not expected[~seen.candidates].abs().gt(1e-4).any()
+    if name in ("reused", "SG", "two layers"):
+        assert 1 < int(seen.candidates.sum()) < edges.shape[1]
 
 
 class Pairs(nn.Module):
@@ -30,21 +102,12 @@ def a_graph(nodes, edges, seed=0):
     return torch.randn(nodes, CHANNELS, generator=generator), edge_index
 
 
-def lost(model, x, edges, pair):
-    """What the logit loses without each edge."""
-    pairs = torch.tensor(pair)[:, None]
-    with torch.no_grad():
-        whole = model(x, edges, pairs=pairs)[0, 0]
-        keep = ~torch.eye(edges.shape[1], dtype=torch.bool)
-        return whole - torch.stack([model(x, edges[:, one], pairs=pairs)[0, 0] for one in keep])
-
-
 @pytest.mark.parametrize("nodes", [13, 211])  # a part of the larger graph is asked
 def test_occlusion_is_what_the_score_loses_without_an_edge(nodes):
     torch.manual_seed(0)
     (x, edges), model, pair = a_graph(nodes, 3 * nodes // 2), Pairs().eval(), (4, 9)
     seen = attnkit.explain(model, (x, edges), method="occlusion", index=pair)
-    expected = lost(model, x, edges, pair)
+    expected = lost_of_pair(model, x, edges, pair)
     torch.testing.assert_close(seen.edges, expected, atol=1e-5, rtol=1e-4)
     assert not expected[~seen.candidates].any()
     near = {*pair, *edges[0, torch.isin(edges[1], torch.tensor(pair))].tolist()}
@@ -81,7 +144,9 @@ def test_a_model_that_reads_out_edges_is_asked_as_it_is():
     model = attnkit.GraphTransformer(CHANNELS, 12, 1, num_layers=2, heads=3, readout="edge").eval()
     given = {"x": x, "edge_index": edges}
     seen = attnkit.explain(model, given, method="occlusion", index=[3, 5])
-    torch.testing.assert_close(seen.edges, lost(model, x, edges, (3, 5)), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        seen.edges, lost_of_pair(model, x, edges, (3, 5)), atol=1e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
