@@ -23,7 +23,7 @@ from torch.export import Dim, ExportedProgram
 from attnkit.core.contexts import shared
 from attnkit.finetune.adapter import save_adapter
 from attnkit.finetune.lora_linear import merged
-from attnkit.finetune.record import finetuned
+from attnkit.finetune.methods import finetuned
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.exported import CONFIG, WEIGHTS, load, write_config, write_weights
 from attnkit.lightning.resume.checkpoints import CheckpointError

@@ -160,16 +160,16 @@ class ImageCaptioning(NormalizesImages, TaskModule):
             self.normalized(pixels),
             pictures=pixels,
             sentences=said,
-            words=[[self._text_of(number) for number in row] for row in words],
+            words=[
+                ["<end>" if number == END else self.tokenizer.decode([number]) for number in row]
+                for row in words
+            ],
             names=[str(name) for name in batch.get("path", ())],
             named=named,
         )
         if made.has_sizes:
             made.notes.append("images of different sizes: each has its own grid")
         return made
-
-    def _text_of(self, number: int) -> str:
-        return "<end>" if number == END else self.tokenizer.decode([number])
 
     def programs(self) -> dict[str, Program]:
         """Return two programs to export: `encoder` maps uint8 images to a memory, `decoder` maps

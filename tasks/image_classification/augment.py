@@ -101,10 +101,11 @@ class Augment(nn.Module):
         self.translate = translate
         self.scale = scale
         in_turn: list[nn.Module] = []
-        if policy == "augmix":
-            in_turn.append(InTurn(v2.AugMix()))
+        if policy == "randaugment":
+            magnitude = 9 if randaugment_magnitude is None else randaugment_magnitude
+            in_turn.append(RandAugment(randaugment_num_ops or 2, magnitude))
         elif policy is not None:
-            in_turn.append(make_policy(policy, randaugment_magnitude, randaugment_num_ops))
+            in_turn.append(_OTHER_POLICIES[policy]())
         if color_jitter:
             in_turn.append(InTurn(v2.ColorJitter(color_jitter, color_jitter, color_jitter)))
         if erase_probability:
@@ -249,13 +250,11 @@ class AutoAugment(_PerImage, v2.AutoAugment):
     """Applies `v2.AutoAugment` to each image of a batch (Cubuk et al., 2019)."""
 
 
-def make_policy(name: str, magnitude: int | None, num_ops: int | None) -> nn.Module:
-    """Return the policy of this name; `magnitude` and `num_ops` are those of RandAugment."""
-    if name == "randaugment":
-        return RandAugment(num_ops or 2, 9 if magnitude is None else magnitude)
-    if name == "trivial":
-        return TrivialAugmentWide()
-    return AutoAugment()
+_OTHER_POLICIES: dict[str, Callable[[], nn.Module]] = {
+    "trivial": TrivialAugmentWide,
+    "autoaugment": AutoAugment,
+    "augmix": lambda: InTurn(v2.AugMix()),
+}
 
 
 SAMPLE = 1000  # number of pictures that are classified

@@ -108,12 +108,11 @@ class ImageDataModule(SplitImages):
     def setup(self, stage: str | None = None) -> None:
         """Load and split the images, once: all stages need the size, mean and deviation of the
         training images, except the test of a trained module, which may use other images."""
-        if not self.is_read(stage):
-            self._read()
-        check_fits_module(self)  # the trainer may have been attached after the first setup
-
-    def _read(self) -> None:
-        self._follow_module()
+        if self.is_read(stage):
+            check_fits_module(self)  # the trainer may have been attached after the first setup
+            return
+        follow_module(self)
+        self.in_channels = self.in_channels or getattr(module_of(self), "in_channels", None)
         given, class_names = self.load()
         if len(class_names) < 2 and self.target == "classes":
             raise UserError(f"data: expected at least two classes, got {class_names}")
@@ -130,6 +129,7 @@ class ImageDataModule(SplitImages):
             from attnkit.tasks.image_classification.augment import settle  # few need it
 
             self.chosen["augment"] = settle(self.augment, self.sets["train"])
+        check_fits_module(self)
 
     def default_size(self, images: ImageSet) -> int:
         """Return the image size that is used if neither the user nor the module sets one."""
@@ -148,7 +148,10 @@ class ImageDataModule(SplitImages):
         if len(mean) < self.in_channels:
             mean, std = mean * self.in_channels, std * self.in_channels
         elif len(mean) > self.in_channels:
-            mean, std = self._grey_train().mean_and_std()
+            train = self.sets["train"]
+            parts = torch.arange(len(train)).split(256)
+            grey = torch.cat([to_channels(train.fetch(rows), 1) for rows in parts])
+            mean, std = MemoryImages(grey, train.labels).mean_and_std()
         return {
             "image_size": self.image_size,
             "interpolation": self.interpolation,
@@ -223,11 +226,6 @@ class ImageDataModule(SplitImages):
             return self.augment.after_crop(images)
         return self.augment(images) if self.augment is not None else images
 
-    def _follow_module(self) -> None:
-        """Take options that were not given from the module in the trainer."""
-        follow_module(self)
-        self.in_channels = self.in_channels or getattr(module_of(self), "in_channels", None)
-
     def _make_augment(self, given: AugmentArgument) -> nn.Module | None:
         if given == "default":
             return self.default_augment()
@@ -243,12 +241,6 @@ class ImageDataModule(SplitImages):
         """Split about these fractions off every class; classes of one or two images stay in
         train."""
         return stratified_split(train.labels, fractions, self.seed)
-
-    def _grey_train(self) -> MemoryImages:
-        train = self.sets["train"]
-        parts = torch.arange(len(train)).split(256)
-        grey = torch.cat([to_channels(train.fetch(rows), 1) for rows in parts])
-        return MemoryImages(grey, train.labels)
 
 
 def fit_images(images: Tensor, fit: Fit, channels: int | None, *, fitted: bool) -> Tensor:

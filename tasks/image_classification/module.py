@@ -20,7 +20,6 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.classification import ClassWeights, probability_columns
 from attnkit.lightning.modules.module import TaskModule
 from attnkit.lightning.protocols import Explained
-from attnkit.tasks.images.decode import PREPARED
 from attnkit.tasks.images.module import NormalizesImages
 from attnkit.tasks.images.sizes import Size, sides
 
@@ -90,21 +89,10 @@ class OfImages(NormalizesImages, TaskModule):
         return made
 
     def programs(self) -> dict[str, "Program"]:
-        """Return the program to export: `model` maps uint8 images to the result of `forward`."""
+        """Return the program to export, unless images may have any size."""
         if self.image_size is None:
             return {}
-        from attnkit.lightning.export import Program
-
-        shape = (self.in_channels, *sides(self.image_size))
-        return {
-            "model": Program(
-                self,
-                lambda batch: {"images": torch.randint(0, 256, (batch, *shape), dtype=torch.uint8)},
-                {"images": ("batch", *shape)},
-                (self.outputs_name, ("batch", len(self.class_names))),
-                {"images": PREPARED, self.outputs_name: self.meaning()},
-            )
-        }
+        return self.program(self.outputs_name, [len(self.class_names)], self.meaning())
 
     def look(self, images: Tensor) -> None:
         """Record whether the data module normalises: files to predict must then be normalised

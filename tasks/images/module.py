@@ -3,15 +3,20 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import LightningModule
 from torch import Tensor
 
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.images.sizes import Size, check_fit, checked_size
+from attnkit.tasks.images.decode import PREPARED
+from attnkit.tasks.images.files import say_once
+from attnkit.tasks.images.sizes import Size, check_fit, checked_size, sides
 from attnkit.tasks.loaders import is_limited
+
+if TYPE_CHECKING:
+    from attnkit.lightning.export import Program
 
 
 class NormalizesImages(LightningModule):
@@ -122,6 +127,29 @@ class NormalizesImages(LightningModule):
         by = (images.new_tensor(self.normalized_by[name]) for name in ("mean", "std"))
         return change(images, *(numbers.view(-1, 1, 1) for numbers in by))
 
+    def program(self, output: str, shape: Sequence[Any], meaning: str) -> dict[str, "Program"]:
+        """Return the program to export: `model` maps uint8 images of one size to the result of
+        `forward`.
+
+        Args:
+            output: name of the result.
+            shape: its shape without the batch.
+            meaning: what the result is, for users of the program.
+        """
+        from attnkit.lightning.export import Program  # few need it
+
+        assert self.image_size is not None
+        size = (self.in_channels, *sides(self.image_size))
+        return {
+            "model": Program(
+                self,
+                lambda batch: {"images": torch.randint(0, 256, (batch, *size), dtype=torch.uint8)},
+                {"images": ("batch", *size)},
+                (output, ("batch", *shape)),
+                {"images": PREPARED, output: meaning},
+            )
+        }
+
     def on_test_start(self) -> None:
         """Print how many images are tested, unless the data module does."""
         loaders: Any = self.trainer.test_dataloaders
@@ -152,6 +180,4 @@ def say_tested(trainer: Any, split: str, count: int, how: str = "") -> None:
     """Print how many images a test uses; `how` describes which."""
     if is_limited(trainer, "test"):
         how += f"; trainer.limit_test_batches={trainer.limit_test_batches} of the batches"
-    from attnkit.tasks.images.files import say_once
-
     say_once(f"{split}: {count:,} images{how}")

@@ -146,28 +146,20 @@ def read_splits(
 
 
 def memory_bytes(memory_gb: float | None, trainer: Trainer | None) -> float:
-    """Return the bytes of pixels that a process may hold: as given, or half of the free memory."""
+    """Return the bytes of pixels that a process may hold: as given, or half of the free memory of
+    the machine, or of the process's control group if it has less."""
     if memory_gb is not None:
         return memory_gb * 1e9
-    processes = (
-        trainer.num_devices
-        if trainer
-        else int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    )
-    return available_memory() / 2 / processes
-
-
-def available_memory() -> int:
-    """Return the free bytes of the machine, or of the process's control group if it has fewer."""
-    limits = [4 * 10**9]
+    free = [4 * 10**9]
     with contextlib.suppress(OSError):
         found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        limits = [int(found[1]) * 1024] if found else limits
+        free = [int(found[1]) * 1024] if found else free
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):
         limit = int((group / "memory.max").read_text())
-        limits.append(limit - int((group / "memory.current").read_text()))
-    return max(0, min(limits))
+        free.append(limit - int((group / "memory.current").read_text()))
+    world = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1
+    return max(0, min(free)) / 2 / (trainer.num_devices if trainer else int(world))
 
 
 def mean_area(headers: Sequence[tuple[int, int]], least_area: float = math.inf) -> float:

@@ -132,8 +132,7 @@ class Pairs(BatchItems):
 
     def __getitems__(self, places: Sequence[Any]) -> Any:
         with torch.random.fork_rng(devices=[]):
-            made = [self._one(place) for place in places]
-        images, masks = zip(*made, strict=True)
+            images, masks = zip(*map(self._one, places), strict=True)
         if len({mask.shape for mask in masks}) > 1:
             return list(images), list(masks)
         return torch.stack(images), torch.stack(masks)

@@ -16,7 +16,7 @@ from attnkit.lightning import ClassificationModule
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.classification import ClassWeights
 from attnkit.lightning.protocols import Explained
-from attnkit.tasks.images.decode import PREPARED, to_channels
+from attnkit.tasks.images.decode import to_channels
 from attnkit.tasks.images.module import NormalizesImages
 from attnkit.tasks.images.sizes import Size, sides
 from attnkit.tasks.segmentation.data import IGNORED, resized
@@ -288,21 +288,9 @@ class SemanticSegmentation(NormalizesImages, ClassificationModule):
         return made
 
     def programs(self) -> dict[str, "Program"]:
-        """Return the program to export: `model` maps uint8 images of one size to logits of
-        pixels."""
-        from attnkit.lightning.export import Program
-
-        high, wide = sides(self.image_size or 0)
-        shape = (self.in_channels, high, wide)
-        return {
-            "model": Program(
-                self,
-                lambda batch: {"images": torch.randint(0, 256, (batch, *shape), dtype=torch.uint8)},
-                {"images": ("batch", *shape)},
-                ("logits", ("batch", self.num_classes, high, wide)),
-                {"images": PREPARED, "logits": "of each class at every pixel; argmax decides"},
-            )
-        }
+        """Return the program to export: images of one size to the logits of every pixel."""
+        shape = self.num_classes, *sides(self.image_size or 0)
+        return self.program("logits", shape, "of each class at every pixel; argmax decides")
 
     def facts(self) -> dict[str, Any]:
         how = {"windows": bool(self.windows), "overlap": self.overlap}

@@ -286,13 +286,13 @@ def test_a_network_of_timm_by_name_trains_and_explains(folder, tmp_path_factory,
     assert {"map_relevance_0", "map_relevance_1"} <= set(maps)
 
 
-def test_a_network_of_timm_with_other_parts_is_refused_in_a_line(folder, tmp_path, capfd):
+def test_a_network_of_timm_with_other_parts_is_refused_in_a_line(folder, tmp_path_factory, capfd):
     from attnkit.launch.main import main
 
     common = [
         "task=vit", "model=timm", "data=image_folder", f"data.root={folder}", "data.native=true",
         "data.max_tokens=211", "data.patch_size=5", "trainer.accelerator=cpu",
-        f"run_dir={tmp_path}/never", "data.num_workers=0",
+        f"run_dir={tmp_path_factory.mktemp('runs')}/never", "data.num_workers=0",
     ]  # fmt: skip
     for name, has in {
         "vit_small_patch16_rope_224": "rotary positions",

@@ -324,7 +324,6 @@ def run(*words):
     ("level", "data", "columns"),
     [
         ("graph", "data.batch_size=200", ["graph", "label", "probability", "p(0)"]),
-        ("graph_values", "data.target=labels", ["graph", "p(odd)", "p(large)", "p(loop)"]),
         ("graph_values", "data.batch_size=null data.batch_nodes=9000", ["graph", "ink", "width"]),
     ],
 )

@@ -19,12 +19,13 @@ from attnkit.core.masks.kept import Made, cached
 from attnkit.core.operators.cpu import is_plain
 
 
-def _once(make: Any) -> Callable[..., Made]:
+def _once(make: Callable[..., Made]) -> Callable[..., Made]:
     """Return the method of `Adjacency` computed once for the same arguments."""
+    defaults = getattr(make, "__kwdefaults__", None) or {}
 
     @wraps(make)
     def method(self: Adjacency, *given: int, **named: int) -> Made:
-        key = make.__name__, given, *((make.__kwdefaults__ or {}) | named).items()
+        key = make.__name__, given, *(defaults | named).items()
         if key not in self.kept:
             self.kept[key] = make(self, *given, **named)
         return self.kept[key]

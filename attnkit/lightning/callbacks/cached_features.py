@@ -9,7 +9,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from attnkit.finetune.record import finetuned
+from attnkit.finetune.methods import finetuned
 from attnkit.lightning._private import is_compiled
 
 CHUNK = 32  # samples whose rows are computed at once, always as many

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from attnkit.finetune.record import finetuned
+from attnkit.finetune.methods import finetuned
 from attnkit.lightning import _private as private
 from attnkit.lightning.best import Mode, contradiction, mode_of
 from attnkit.lightning.errors import UserError
