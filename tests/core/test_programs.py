@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from support import with_gradients
 from torch.export import Dim
 
 import attnkit
@@ -288,6 +289,7 @@ def test_windows_do_not_grow_with_batch_and_tokens(name):
     [
         (Window(5, 3), 12),
         pytest.param(Window2d(11, 12, 1, 1, 11), 5, marks=pytest.mark.slow),
+        pytest.param(Window(5, 3) & Padding(torch.tensor([53])), 8, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -295,14 +297,14 @@ def test_compiled_windows_with_values_of_other_channels(mask, value_dim):
     """The scale is that of the queries' own channels, not of those they are filled up to."""
     torch._dynamo.reset()
     shapes = (8, 8, value_dim)
-    tensors = [torch.randn(1, 2, 143, dim, dtype=torch.float64) for dim in shapes]
+    tensors = [torch.randn(1, 2, 143, d, dtype=torch.float64, requires_grad=True) for d in shapes]
 
     def compute(query, key, value):
         return attend(query, key, value, mask=mask, backend="block_sparse")
 
-    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")(*tensors)
-    expected = attend(*tensors, mask=mask, backend="reference")
-    torch.testing.assert_close(compiled, expected)
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
+    expected = with_gradients(tensors, mask=mask, backend="reference")
+    torch.testing.assert_close(with_gradients(tensors, compiled), expected)
 
 
 @pytest.mark.slow
