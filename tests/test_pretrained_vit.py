@@ -28,9 +28,7 @@ def saved(stand_in_files):
 
 
 def said(caplog):
-    return [
-        r.getMessage() for r in caplog.records if r.name.endswith(("pretrained_vit", "backbones"))
-    ]
+    return [r.getMessage() for r in caplog.records if r.name.endswith(("pretrained", "backbones"))]
 
 
 @pytest.mark.parametrize("form", ["net.safetensors", "hf", "ours.pth"])

@@ -15,7 +15,7 @@ from torch import nn
 
 import attnkit
 from attnkit import finetune, interop
-from attnkit.finetune.order import blocks_of, head_of, layer_numbers
+from attnkit.finetune.layers import blocks_of, head_of, layer_numbers
 from attnkit.launch.main import main
 from attnkit.models.preprocessing import expected_images, tower_facts
 

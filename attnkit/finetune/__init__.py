@@ -23,8 +23,7 @@ if TYPE_CHECKING:
         merged,
         unmerge,
     )
-    from attnkit.finetune.methods import bitfit, full, head_only, last_blocks
-    from attnkit.finetune.record import FineTuned, finetuned
+    from attnkit.finetune.methods import FineTuned, bitfit, finetuned, full, head_only, last_blocks
 else:
     __getattr__, __dir__ = lazy(__name__)
 

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnkit.finetune.lora_linear import lora
-from attnkit.finetune.methods import bitfit, full, head_only, last_blocks
-from attnkit.finetune.record import finetuned
+from attnkit.finetune.methods import bitfit, finetuned, full, head_only, last_blocks
 
 METHODS: dict[str, Callable[..., nn.Module]] = {
     "full": full,

@@ -12,17 +12,16 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import share
 from attnkit.core.operators.sparse import linear
-from attnkit.finetune.methods import check_rates, whole_number
-from attnkit.finetune.order import head_of
-from attnkit.finetune.record import (
+from attnkit.finetune.layers import find_targets, head_of, is_below
+from attnkit.finetune.methods import (
     FineTuned,
     check_new,
-    is_below,
+    check_rates,
     keep_batch_norms_in_evaluation,
     note,
     train_only,
+    whole_number,
 )
-from attnkit.finetune.targets import find_targets
 
 
 def lora(

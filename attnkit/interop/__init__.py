@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 from attnkit.core.names import lazy
 
 if TYPE_CHECKING:
-    from attnkit.interop.explain import explainable
-    from attnkit.interop.hetero import to_hetero
-    from attnkit.interop.pretrained_vit import PretrainedViT
+    from attnkit.interop.pretrained import PretrainedViT, timm_network
     from attnkit.interop.pyg import from_pyg
-    from attnkit.interop.timm_network import timm_network
+    from attnkit.interop.pyg_tools import explainable, to_hetero
     from attnkit.interop.transformers import record_masks, register_transformers
     from attnkit.interop.vision import from_timm, from_torch, from_torchvision
     from attnkit.interop.vision_tower import VisionTower

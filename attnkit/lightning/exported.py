@@ -21,7 +21,7 @@ from torch import Tensor
 from attnkit.lightning.build import build, find
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.files import refuse_url, write_text
-from attnkit.lightning.modules.module import untrained
+from attnkit.lightning.modules.module import required_arguments, untrained
 from attnkit.lightning.resume.checkpoints import CheckpointError
 from attnkit.lightning.versions import versions
 
@@ -107,14 +107,7 @@ def _arguments(module: LightningModule) -> dict[str, Any]:
     """Return the module's hyper-parameters, with the defaults of attnkit's classes, which a later
     version may change."""
     given = dict(module.hparams)
-    missing = [
-        name
-        for name, parameter in inspect.signature(type(module)).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and name not in given
-    ]
-    if missing:
+    if missing := [name for name in required_arguments(type(module)) if name not in given]:
         raise UserError(
             f"{type(module).__name__} can't be built again: it has no hyper-parameter "
             f"{', '.join(missing)}\n  save_hyperparameters() keeps plain arguments; give the model "

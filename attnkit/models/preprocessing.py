@@ -1,6 +1,5 @@
 """The images that pretrained networks expect: their size, mean, standard deviation, …"""
 
-import json
 import logging
 import math
 import re
@@ -8,23 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from timm.data import resolve_data_config
 from torch import Tensor
 
 from attnkit.core.arguments import in_a_line, pair
 from attnkit.models.weights import (
     HUB,
-    asking_hub,
     check_name,
-    existing,
-    is_hub,
     is_name,
     of_vit,
+    read_json,
     read_source,
     read_weights,
-    reason,
     timm_config,
 )
 
@@ -156,15 +150,15 @@ def tower_facts(given: str | Path) -> dict[str, Any]:
         ValueError: a missing folder, one without a model of transformers, or files with impossible
             values.
     """
-    found = _read(given, "config.json")
+    found = read_json(given, "config.json")
     if "model_type" not in found:
         what = "is of timm: model=timm takes it" if "architecture" in found else "names no model"
         raise ValueError(
             f"{given}: expected a folder that save_pretrained of transformers wrote, or "
             f"{HUB}NAME; its config.json {what if found else 'is missing'}"
         )
-    prepared = _read(given, "preprocessor_config.json")
-    processor = {} if prepared else _read(given, "processor_config.json")
+    prepared = read_json(given, "preprocessor_config.json")
+    processor = {} if prepared else read_json(given, "processor_config.json")
     try:
         of_images = _part(found, "vision_config")
         named = {"model_type": f"{found['model_type']}_vision_model", **of_images}
@@ -256,24 +250,3 @@ def _side(size: Any) -> Any:
     if isinstance(size, list) and len(size) == 2 and size[0] == size[1]:
         return size[0]
     return size
-
-
-def _read(given: str | Path, name: str) -> dict[str, Any]:
-    """Return the content of a JSON file beside the weights; empty if the file is missing."""
-    try:
-        if is_hub(given):
-            repository, _, revision = str(given).removeprefix(HUB).partition("@")
-            with asking_hub():
-                path = Path(hf_hub_download(repository, name, revision=revision or None))
-        elif not (path := existing(given) / name).is_file():
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise TypeError(f"expected an object, got {in_a_line(found)}")
-        return found
-    except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{given}: its {name} cannot be read: {error}") from error
-    except (OSError, HfHubHTTPError) as error:
-        if isinstance(error, EntryNotFoundError) and name != "config.json":
-            return {}
-        raise ValueError(f"{given} cannot be loaded: {reason(error)}") from error

@@ -19,10 +19,12 @@ import numpy as np
 import timm.models
 import torch
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from attnkit.core.arguments import in_a_line
 from attnkit.core.contexts import shared
 
 HUB = "hf-hub:"
@@ -53,27 +55,46 @@ def read_source(given: str | Path) -> Source:
     Raises:
         ValueError: there is no such file or name, or its config.json cannot be read.
     """
+    found = read_json(given, "config.json")
+    if "architecture" not in found and "model_type" in found:
+        made = ", ".join(found.get("architectures") or [found["model_type"]])
+        raise ValueError(
+            f"{given} holds a model of transformers ({made}), whose names are not timm's; "
+            "expected weights of a network of timm; model=transformers takes vision towers"
+        )
+    arguments, config = found.get("model_args") or {}, found.get("pretrained_cfg", found)
+    try:
+        return Source(found.get("architecture"), dict(arguments), dict(config))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{given}: its config.json cannot be read: {error}") from error
+
+
+def read_json(given: str | Path, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file beside weights; empty if the file is missing.
+
+    On the hub, config.json may not be missing.
+
+    Raises:
+        ValueError: there is no such file or name, or the file holds no JSON object.
+    """
     if is_hub(given):
-        name, _, revision = str(given).removeprefix(HUB).partition("@")
+        repository, _, revision = str(given).removeprefix(HUB).partition("@")
         with asking_hub():
             try:
-                path = Path(hf_hub_download(name, "config.json", revision=revision or None))
+                path = Path(hf_hub_download(repository, name, revision=revision or None))
             except Exception as error:
+                if isinstance(error, EntryNotFoundError) and name != "config.json":
+                    return {}
                 raise ValueError(f"{given} cannot be loaded: {reason(error)}") from error
-    elif not (path := existing(given) / "config.json").is_file():
-        return Source()
+    elif not (path := existing(given) / name).is_file():
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if "architecture" not in found and "model_type" in found:
-            made = ", ".join(found.get("architectures") or [found["model_type"]])
-            raise ValueError(
-                f"{given} holds a model of transformers ({made}), whose names are not timm's; "
-                "expected weights of a network of timm; model=transformers takes vision towers"
-            )
-        architecture, config = found.get("architecture"), found.get("pretrained_cfg", found)
-        return Source(architecture, dict(found.get("model_args") or {}), dict(config))
-    except (OSError, json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise ValueError(f"{given}: its config.json cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise TypeError(f"expected an object, got {in_a_line(found)}")
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{given}: its {name} cannot be read: {error}") from error
+    return found
 
 
 def read_weights(given: str | Path) -> dict[str, Tensor]:

@@ -19,8 +19,7 @@ from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
 from attnkit.interop.carry import has_hooks, joined, refuse
 from attnkit.surgery import adapters, relative, towers
-from attnkit.surgery.kept import HeadAttention, Kept
-from attnkit.surgery.timm_forwards import FORWARDS, MIXING, OVER_CHANNELS
+from attnkit.surgery.timm_forwards import FORWARDS, MIXING, OVER_CHANNELS, HeadAttention, Kept
 
 _APART = (
     ("q_proj", "k_proj", "v_proj"),

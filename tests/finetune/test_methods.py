@@ -20,7 +20,7 @@ from attnkit.finetune import (
     lora,
     save_adapter,
 )
-from attnkit.finetune.order import blocks_of, head_of, layer_numbers
+from attnkit.finetune.layers import blocks_of, head_of, layer_numbers
 
 
 def vit(**options):

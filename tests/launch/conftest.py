@@ -199,6 +199,24 @@ def attnkit(capfd):
     return run
 
 
+@pytest.fixture
+def refused(attnkit):
+    """Run a command that must be refused, with this in its message; nothing is left behind, unless
+    the run has begun."""
+
+    def check(message: str, *argv: object, by=attnkit, begun: bool = False) -> Done:
+        before = sorted(Path.cwd().rglob("*"))
+        done = by(*argv)
+        assert done.code == 2, done
+        assert message in done.err
+        assert len(done.err.strip().splitlines()) <= 3, done.err
+        assert "Traceback" not in done.err
+        assert begun or sorted(Path.cwd().rglob("*")) == before
+        return done
+
+    return check
+
+
 class Trials:
     """What a sweep left behind, read from the files of its trials alone."""
 

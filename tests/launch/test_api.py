@@ -187,16 +187,3 @@ def test_a_sweep_is_its_table(mine, hers, found):
     assert [row["state"] for row in failed] == ["done", "failed"]
     with pytest.raises(UserError, match=r"module\.widht"):
         toolkit.sweep("task=mine", "module.lr=1,2", config_dir=hers, module={"widht": 3})
-
-
-@pytest.mark.slow
-def test_several_processes(hers):
-    run = toolkit.run("task=mine", "trainer=cpu_ddp", config_dir=hers, run_dir="one")
-    assert run.config["run"] == "train"
-    best = torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)
-    for key, value in run.module.state_dict().items():
-        assert torch.equal(value, best["state_dict"][key])
-    assert run.results["epochs"] == 2
-    tested = toolkit.run("run=test", ckpt=run.folder, config_dir=hers)
-    assert tested.results["test/loss"] == pytest.approx(run.results["test/loss"], abs=1e-6)
-    assert tested.config["run"] == "test"

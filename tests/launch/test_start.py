@@ -8,10 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from attnkit.launch.config._hydra import Hydra
-
 
 def test_the_first_line_comes_before_the_configuration_is_read(hers):
     """And before Hydra is loaded: the file that is wrong is found after it."""
@@ -59,20 +55,6 @@ def test_garbage_is_collected_while_a_run_goes_on(attnkit, monkeypatch):
     assert attnkit("run=reproduce").code == 0
     assert collected == [False, True]
     assert gc.isenabled()
-
-
-@pytest.mark.parametrize("typo", ["modle=vit", "model.depht=3", "~callbacks.kernel"])
-def test_a_typo_costs_one_composition(attnkit, monkeypatch, typo):
-    composed = []
-    compose = Hydra.compose_config
-
-    def counted(*args, **kwargs):
-        composed.append(args)
-        return compose(*args, **kwargs)
-
-    monkeypatch.setattr(Hydra, "compose_config", counted)
-    assert attnkit(typo).code == 2
-    assert len(composed) == 1
 
 
 def test_a_signal_is_acknowledged_at_once():

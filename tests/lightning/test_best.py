@@ -71,12 +71,11 @@ class Killed(Exception):
     """Takes the place of a kill between two epochs."""
 
 
-def fit(net, loader, make_trainer, folder, epochs, *, k=1, resume=None, until=None, **options):
+def fit(net, loader, make_trainer, folder, epochs, *, k=1, resume=None, until=None):
     """Train, or go on, until an epoch where that is given; the checkpoint of the best."""
     inside = folder / folders.CHECKPOINTS
     common = {"dirpath": inside, "enable_version_counter": False, "every_seconds": 0}
-    options = {"monitor": "val/score", "mode": "max", **options}
-    best = BestCheckpoint(filename="best", save_top_k=k, **common, **options)
+    best = BestCheckpoint(filename="best", save_top_k=k, monitor="val/score", mode="max", **common)
     lines = EpochLines()
 
     class Stop(LastCheckpoint):

@@ -10,8 +10,7 @@ from torch import nn
 
 import attnkit
 from attnkit import Hard, replace_attention
-from attnkit.surgery.kept import fused
-from attnkit.surgery.timm_forwards import FORWARDS, MIXING, OVER_CHANNELS, cross_covariance
+from attnkit.surgery.timm_forwards import FORWARDS, MIXING, OVER_CHANNELS, cross_covariance, fused
 
 TOKENS, MAPS, LAST = (2, 7, 12), (2, 12, 3, 5), (2, 3, 5, 12)
 PLAIN = {"dim": 12, "num_heads": 3}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -277,7 +278,8 @@ def _refusing_gradients(
     message = (
         f"the backend {backend!r} has no second derivative (create_graph=True); backend='math' has"
     )
-    return torch._C._functions.DelayedError(message.encode(), len(gradients))(*gradients)
+    refuse: Any = torch._C._functions.DelayedError(message.encode(), len(gradients))
+    return refuse(*gradients)
 
 
 def refuse_second_derivative(backend: str, *tensors: Tensor | None) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from attnkit.core.names import nearest
 from attnkit.launch.command import dotted_key
-from attnkit.launch.config import annotations, schema, signatures
+from attnkit.launch.config import schema, signatures
 from attnkit.launch.config.files import Origins
 from attnkit.launch.config.signatures import Signature
 from attnkit.lightning.best import contradiction, mode_of
@@ -259,11 +259,11 @@ def check_arguments(
             raise _problem(origins, f"{prefix}{name}", f"{what} has no such key{hint}")
         if value is None and key in schema.NULLABLE:
             continue
-        if not annotations.accepts(parameter, value):
-            hint = nearest(value, annotations.choices(parameter)) if isinstance(value, str) else ""
-            expected = annotations.expected(parameter)
+        if not signatures.accepts(parameter, value):
+            hint = nearest(value, signatures.choices(parameter)) if isinstance(value, str) else ""
+            expected = signatures.expected(parameter)
             raise _problem(origins, f"{prefix}{name}", hint, expected=expected, given=value)
-        if isinstance(value, str) and annotations.takes_path(parameter) and _is_path(name, value):
+        if isinstance(value, str) and signatures.takes_path(parameter) and _is_path(name, value):
             node[name] = str(absolute(value))
 
 

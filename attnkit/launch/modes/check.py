@@ -25,7 +25,7 @@ from rich.table import Table
 
 from attnkit.core.operators.multiply_adds import count_multiply_adds
 from attnkit.finetune.memory import memory_of_step, trained_layers
-from attnkit.finetune.record import finetuned
+from attnkit.finetune.methods import finetuned
 from attnkit.launch import STARTED
 from attnkit.launch import console as report
 from attnkit.launch import folder as folders

@@ -9,10 +9,11 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from attnkit.finetune.record import finetuned
+from attnkit.finetune.methods import finetuned
 from attnkit.lightning._private import is_compiled
 
 CHUNK = 32  # samples whose rows are computed at once, always as many
+_log = logging.getLogger(__name__)
 
 
 class KeptRows:
@@ -94,9 +95,6 @@ def why_samples_change(trainer: Trainer, module: LightningModule) -> str:
     if getattr(getattr(trainer, "datamodule", None), "augment", None) is not None:
         return "the data are augmented; data.augment=null leaves that out"
     return ""
-
-
-_log = logging.getLogger(__name__)
 
 
 class CachedFeatures(Callback):

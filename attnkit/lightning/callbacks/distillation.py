@@ -13,7 +13,7 @@ from torch.nn import functional
 from torchvision.transforms.v2.functional import grayscale_to_rgb, rgb_to_grayscale
 
 from attnkit.core.arguments import at_least, pair, positive, up_to_1
-from attnkit.finetune.order import head_of
+from attnkit.finetune.layers import head_of
 from attnkit.lightning.callbacks.cached_features import KeptRows, why_samples_change
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.classification import ClassificationModule

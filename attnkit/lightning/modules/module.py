@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from attnkit.finetune.record import finetuned
+from attnkit.finetune.methods import finetuned
 from attnkit.lightning.build import build
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.checks import NetworkAsBuilt, RatesAreHeeded, shapes_of
@@ -185,7 +185,9 @@ class TaskModule(LightningModule):
             if isinstance(checkpoint_path, io.IOBase):
                 checkpoint_path.seek(0)
             held = torch.load(checkpoint_path, "cpu", weights_only=True).get("hyper_parameters")
-            missing = [name for name in _required(cls) if name not in {*(held or {}), *kwargs}]
+            missing = [
+                name for name in required_arguments(cls) if name not in {*(held or {}), *kwargs}
+            ]
             if not missing:
                 raise
             again = ", ".join(f"{name}=…" for name in missing)
@@ -276,7 +278,7 @@ class TaskModule(LightningModule):
         return _called(make, "scheduler", optimizer, **arguments)
 
 
-def _required(cls: type) -> list[str]:
+def required_arguments(cls: type) -> list[str]:
     """Return the arguments without a default of a class and of the bases given its `**kwargs`."""
     required: dict[str, None] = {}
     for init in (vars(each)["__init__"] for each in cls.__mro__ if "__init__" in vars(each)):

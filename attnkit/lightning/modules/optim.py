@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from attnkit.core.arguments import at_least, choice, share, up_to_1
-from attnkit.finetune.record import finetuned, is_below
+from attnkit.finetune.layers import is_below
+from attnkit.finetune.methods import finetuned
 from attnkit.lightning.best import Mode, mode_for
 
 Coefficients = Literal["original", "quintic", "polar_express", "polar_express_safer"]
@@ -82,7 +83,7 @@ def _rates(
         head = record.head
     if layer_decay is None and head_lr is None:
         return lambda name: {}
-    from attnkit.finetune.order import head_of, layer_numbers
+    from attnkit.finetune.layers import head_of, layer_numbers
 
     head = head or head_of(network)
     start = f"{prefix}." if prefix else ""

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnkit.core.positions.absolute import resize_positions
-from attnkit.finetune.order import head_of
-from attnkit.finetune.record import finetuned
+from attnkit.finetune.layers import head_of
+from attnkit.finetune.methods import finetuned
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.lightning.modules.module import TaskModule, training_of
 from attnkit.lightning.resume import checkpoints

@@ -154,38 +154,35 @@ def test_flex_is_chosen_by_the_share_of_the_plan():
                 assert record.shares == {"": {"flex": share}}
 
 
-def test_cudnn_is_left_alone_with_masks_and_where_lengths_change():
-    """Its backward can give NaN with a mask (pytorch 196678), and it plans anew for each length
-    (FunASR 3704). Without a mask, as in a ViT, it is chosen."""
+def test_cudnn_is_chosen_where_it_is_right_and_faster():
+    """Not with masks: its backward can give NaN (pytorch 196678), and it plans anew for each length
+    (FunASR 3704). Not for what is short or little: blocks of flash and cuDNN would be mostly empty,
+    and cuDNN's steps take longest to start."""
     with as_cuda.cuda_without_a_gpu():
-        shape = 32, 12, 704, 64
-        tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "qkv"]
+
+        def query(batch, tokens):
+            return torch.randn(batch, 12, tokens, 64, device="cuda", dtype=torch.bfloat16)
+
+        def chosen(query, memory=None, **options):
+            memory = query if memory is None else memory
+            return attnkit.explain_backends(query, memory, memory, **options).chosen
+
         bias = torch.randn(704, 704, device="cuda", dtype=torch.bfloat16)
         mask = attnkit.Padding(torch.tensor(32 * [700], device="cuda"))
-        for is_trained in (False, True):
-            given = [tensor.detach().requires_grad_(is_trained) for tensor in tensors]
+        for trains in (False, True):
             for options, expected in (
                 ({"mask": mask}, "efficient"),
                 ({"bias": bias}, "efficient"),
                 ({"mask": attnkit.Causal()}, "flash"),
                 ({}, "cudnn"),
             ):
-                assert attnkit.explain_backends(*given, **options).chosen == expected
-
-
-@pytest.mark.parametrize(
-    ("batch", "tokens", "expected"),
-    [(2048, 17, "efficient"), (2048, 64, "efficient"), (2048, 65, "cudnn"), (64, 197, "flash"),
-     (128, 197, "cudnn")],
-)  # fmt: skip
-def test_what_is_short_or_little_leaves_cudnn_alone(batch, tokens, expected):
-    """Blocks of flash and cuDNN would be mostly empty; cuDNN's steps take longest to start."""
-    with as_cuda.cuda_without_a_gpu():
-        query = torch.randn(batch, 12, tokens, 64, device="cuda", dtype=torch.bfloat16)
-        assert attnkit.explain_backends(query, query, query).chosen == expected
-        one, memory = query[:, :, :1], torch.cat(2 * [query], 2)[:, :, :65]
-        expected = "efficient" if tokens * 2 < 65 else "flash"
-        assert attnkit.explain_backends(one, memory, memory).chosen == expected
+                assert chosen(query(32, 704).requires_grad_(trains), **options) == expected
+        for batch, tokens, expected in (
+            (2048, 64, "efficient"), (2048, 65, "cudnn"), (64, 197, "flash"), (128, 197, "cudnn")
+        ):  # fmt: skip
+            assert chosen(query(batch, tokens)) == expected
+        assert chosen(query(2048, 1), query(2048, 64)) == "efficient"
+        assert chosen(query(2048, 1), query(2048, 65)) == "flash"
 
 
 def test_flex_is_compiled_while_it_is_recorded(monkeypatch):

@@ -273,34 +273,6 @@ def test_refusals():
         attend(*tensors, backend="flex", mask=Window(1, 1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mask",
-    [
-        Window(5, 3),  # runs of keys that are not a multiple of the step
-        Window(5, 3) & Padding(torch.tensor([53])),
-        Window2d(37, 7, 2, 1, num_prefix_tokens=2),
-        Packed([100, 161]) & Causal(),
-    ],
-    ids=["line", "padding", "grid", "packed"],
-)
-def test_compiled_and_exported_equal_eager(mask):
-    torch._dynamo.reset()
-    # the lengths of Packed have no values while a graph is traced: another kernel serves them
-    backend = "auto" if "Packed" in str(mask) else "block_sparse"
-    tensors = [torch.randn(1, 2, 261, 5, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
-
-    class Attention(torch.nn.Module):
-        def forward(self, query, key, value, mask):
-            return attend(query, key, value, mask=mask, backend=backend)
-
-    eager = with_gradients(tensors, mask=mask)
-    compiled = torch.compile(Attention(), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(with_gradients(tensors, lambda *t: compiled(*t, mask)), eager)
-    exported = torch.export.export(Attention(), (*tensors, mask)).module()
-    torch.testing.assert_close(exported(*tensors, mask), eager[0])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_cuda_equals_the_reference(name):

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 import torch
 from random_masks import random_mask, random_sizes
-from support import with_third
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +24,6 @@ MASKS = {
     "items": Dense(torch.arange(BATCH * QUERIES * KEYS).view(BATCH, 1, QUERIES, KEYS) % 3 > 0),
     "heads": Dense(torch.arange(HEADS * KEYS).view(HEADS, 1, KEYS) % 4 > 0),
 }
-BIASES = {"none": None, "rows": (QUERIES, KEYS), "items": (BATCH, 1, 1, KEYS)}
 
 
 @pytest.fixture(params=[40, 200, 2000], ids=lambda size: f"{size} scores")
@@ -37,36 +35,6 @@ def block_size(request, monkeypatch):
 def make(dtype=torch.float64, heads=KV_HEADS):
     shapes = (HEADS, QUERIES), (heads, KEYS), (heads, KEYS)
     return [torch.randn(BATCH, *shape, DIM, dtype=dtype, requires_grad=True) for shape in shapes]
-
-
-def all_derivatives(tensors, function):
-    """The output, its gradients, and those of a sum of its gradients."""
-    output = function(*tensors)
-    first = torch.autograd.grad(output.square().sum(), tensors, create_graph=True)
-    second = torch.autograd.grad(sum(g.square().sum() for g in first), tensors)
-    plain = torch.autograd.grad(function(*tensors).square().sum(), tensors)
-    return [output, *first, *second, *plain]
-
-
-@pytest.mark.parametrize(
-    ("mask", "bias", "block_size"),
-    with_third(MASKS, BIASES, [40, 200, 2000]),
-    indirect=["block_size"],
-)
-def test_derivatives_are_those_of_the_definition(mask, bias, block_size):
-    tensors = make()
-    if BIASES[bias] is not None:
-        tensors.append(torch.randn(BIASES[bias], dtype=torch.float64, requires_grad=True))
-
-    def attention(backend):
-        return lambda query, key, value, bias=None: attend(
-            query, key, value, bias=bias, mask=MASKS[mask], backend=backend
-        )
-
-    torch.testing.assert_close(
-        all_derivatives(tensors, attention("blockwise")),
-        all_derivatives(tensors, attention("reference")),
-    )
 
 
 class Own(Score):

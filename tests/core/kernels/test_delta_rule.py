@@ -74,22 +74,6 @@ def test_going_on_from_the_state_equals_all_at_once(pieces):
     torch.testing.assert_close(state, last)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
-def test_what_was_written_last_is_read_back(chunk_size):
-    """With β = 1, reading at a key of unit length gives the newest value written there."""
-    _, key, value, beta, state = make(67, kv_heads=HEADS)
-    # five keys, over and over; of unit length in float64
-    key = F.normalize(key, dim=-1)[:, :, :5].repeat(1, 1, 14, 1)[:, :, :67]
-    ones = torch.ones_like(beta)
-    output, _ = delta_rule(key, key, value, ones, state, chunk_size=chunk_size)
-    torch.testing.assert_close(output, value)
-    # with keys at right angles all of them stay; the last five are the newest
-    axes = torch.eye(5, dtype=torch.float64).repeat(14, 1)[:67].expand_as(key)
-    _, memory = delta_rule(axes, axes, value, ones, state, chunk_size=chunk_size)
-    newest = value[:, :, 62:].roll(2, dims=2)  # token 62 wrote at axis 2
-    torch.testing.assert_close(memory, newest)
-
-
 @pytest.mark.parametrize("tokens", [5, 131])
 @pytest.mark.parametrize(
     ("kv_heads", "padding"), [(1, None), (2, "right"), (6, "left"), (2, "some")]
@@ -148,7 +132,7 @@ def test_derivatives_of_every_order(chunk_size, in_small_segments):
     def function(*tensors):
         return delta_rule(*tensors, chunk_size=chunk_size)
 
-    assert torch.autograd.gradcheck(function, tensors)
+    assert torch.autograd.gradcheck(function, tensors, fast_mode=True)
     assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
 
 

@@ -109,30 +109,6 @@ def test_draws_follow_the_softmax():
     torch.testing.assert_close(probabilities, weights)
 
 
-def test_the_score_function_estimator_has_the_gradient_of_the_expectation():
-    """E[f(value_j)] over 100,000 draws against Σ_j p_j f(value_j), with and without a baseline."""
-    query, key, value = make(num_queries=1, num_keys=5, batch=1, heads=1, kv_heads=1)
-    weights = attnkit.attention_weights(query, key)
-    reward = value.square().sum(-1)[:, :, None]  # of each key
-    (exact,) = torch.autograd.grad((weights * reward).sum(), query)
-    count = 100_000
-    many = query.expand(1, 1, count, 3)
-    spreads = []
-    for baseline in (0.0, float((weights * reward).sum().detach())):
-        with attnkit.record_draws() as draws:
-            output = attend(many, key, value, normalizer=Hard("score_function"))
-        gain = output.square().sum(-1).detach() - baseline
-        (estimate,) = torch.autograd.grad((gain * draws[0].log_probability).mean(), query)
-        single = query.detach().expand(1, 1, count, 3).clone().requires_grad_()
-        logits = attnkit.attention_weights(single, key).log()
-        chosen = logits.gather(-1, draws[0].index[..., None]).squeeze(-1)
-        (each,) = torch.autograd.grad((gain * chosen).sum(), single)
-        error = each.std(2) / count**0.5
-        assert ((estimate[:, :, 0] - exact[:, :, 0]).abs() < 5 * error).all()
-        spreads.append(error.sum())
-    assert spreads[1] < spreads[0]
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_rows_that_look_nowhere(estimator, in_small_blocks):
     tensors = make()

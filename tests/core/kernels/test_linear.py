@@ -105,30 +105,6 @@ def test_long_sequences_keep_their_precision(causal, dtype):
     torch.testing.assert_close(output[:, :, rows].double(), weights @ value, atol=1e-6, rtol=rtol)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_padding_changes_nothing(causal, in_small_segments):
-    """On the left and on the right, with anything in it: as if it were not there."""
-    query, key, value = make(23, 23, 5, 3, 2, torch.float32)
-    real = torch.zeros(BATCH, 23, dtype=torch.bool)
-    real[0, :13], real[1, 11:] = True, True
-    padded = [tensor.detach().clone() for tensor in (key, value)]
-    for tensor in padded:
-        tensor.masked_fill_(~real[:, None, :, None], 1e4)
-    tensors = [query, *(tensor.requires_grad_() for tensor in padded)]
-    mask = Causal() & Padding(real) if causal else Padding(real)
-    options = {"mask": mask, "normalizer": "linear", "backend": "linear"}
-    output = attend(*tensors, **options)
-    gradients = torch.autograd.grad(output[:, :, 11:13].sum(), tensors)
-    assert all((grad.movedim(2, 1)[~real] == 0).all() for grad in gradients[1:])
-    for item, tokens in ((0, slice(0, 13)), (1, slice(11, 23))):
-        alone = [tensor[item : item + 1, :, tokens].detach() for tensor in (query, key, value)]
-        if not causal:
-            alone[0] = query[item : item + 1].detach()
-        rows = tokens if causal else slice(None)
-        expected = attend(*alone, **options | {"mask": Causal() if causal else None})
-        torch.testing.assert_close(output[item : item + 1, :, rows], expected)
-
-
 @pytest.mark.parametrize("mask", [None, Causal()])
 def test_rows_whose_weights_are_all_zero(mask, in_small_segments):
     query, key, value = make(11, 11, 5, 3, 6)

@@ -52,17 +52,6 @@ def test_parts_equal_the_reference(threads, heads, queries, score):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_in_other_precisions(threads, dtype):
-    tensors = make(1, 1, 13, dtype=dtype)
-    exact = with_gradients([t.detach().double().requires_grad_() for t in tensors])
-    threads(4)
-    atol = 1e-5 if dtype == torch.float32 else 5e-2
-    for actual, expected in zip(with_gradients(tensors), exact, strict=True):
-        assert actual.dtype == dtype
-        torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=1e-2)
-
-
 def test_parts_are_of_what_gains_from_them(threads):
     threads(8)
     tensors = make(1, 2, 16, 16)

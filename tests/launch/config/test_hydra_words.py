@@ -8,7 +8,6 @@ import yaml
 
 from attnkit.launch.config import hydra_words
 from attnkit.launch.config.compose import Composer
-from attnkit.launch.sweep.record import read_sweep
 
 QUICK = (
     "trainer.limit_batches=1", "trainer.max_epochs=1", "callbacks.curves=null",
@@ -26,7 +25,6 @@ def test_the_folder_of_a_run(mine):
     assert [path.name for path in Path("outputs").iterdir()] == ["named"]
 
 
-@pytest.mark.slow
 def test_the_folders_of_a_sweep(mine, found):
     done = mine(
         *QUICK, "-m", "module.lr=0.1,0.2", "hydra.sweep.dir=out/${task}",
@@ -43,66 +41,24 @@ def key(overrides):
     return [override.partition("=")[0] for override in overrides]
 
 
-@pytest.mark.slow
-def test_the_folders_of_a_study(mine, attnkit, hers):
+def test_a_study_needs_numbered_folders(mine, refused):
     pytest.importorskip("optuna")
-    done = mine(
-        *QUICK, "-m", "module.lr=0.1,0.2", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1",
-        "hydra.sweep.dir=out", "hydra.sweep.subdir=no_${hydra.job.num}",
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    more = ("hydra.sweeper.n_trials=2",)
-    assert attnkit("-m", "resume=out", "--config-dir", hers, *more).code == 0
-    assert [trial.folder.name for trial in read_sweep(Path("out")).trials] == ["no_0", "no_1"]
+    refused(
+        "${hydra.job.num}",
+        "-m",
+        "hydra/sweeper=optuna",
+        "module.lr=0.1,0.2",
+        "hydra.sweep.subdir=a",
+        by=mine,
+    )
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("run_dir=a hydra.run.dir=b", "hydra.run.dir=b and run_dir=a: both name the folder"),
-        ("-m seed=1,2 run_dir=a hydra.sweep.dir=b", "hydra.sweep.dir=b and run_dir=a: both name"),
-        ("hydra.sweep.dir=a", "hydra.sweep.dir=a: only with -m"),
-        ("hydra.sweep.subdir=a", "hydra.sweep.subdir=a: only with -m"),
-        ("-m seed=1,2 hydra.run.dir=a", "hydra.run.dir=a: is for a single run"),
-        ("-m seed=1,2 hydra.sweep.subdir=a", "trials 0 and 1 would share the folder a"),
-        ("-m seed=1,2 hydra.sweep.subdir=a/${seed}", "expected the name of one folder"),
-        ("-m seed=1,2 hydra.sweep.subdir=..", "expected the name of one folder"),
-        ("-m seed=1,2 hydra.sweep.subdir=${sed}", "hydra.sweep.subdir: "),
-        ("-m seed=1,2 hydra.sweep.dir=a,b", "hydra.sweep.dir=a,b: expected one value"),
-        ("-m resume=x hydra.sweep.dir=a", "not together with resume=x, which has a folder"),
-        ("resume=x hydra.run.dir=a", "not together with resume=x, which has a folder"),
-        ("hydra.job.name=a hydra.run.dir=b", "hydra.job.name=a: has no effect"),
-        ("hydra.job.name=a/b", "expected a name for a folder"),
-        ("hydra.run.dir=${hydra.job.num}", "hydra.run.dir: "),
-        ("hydra.verbose=true", "hydra.verbose: not used by attnkit"),
-        ("hydra.job.chdir=true", "hydra.job.chdir: not used by attnkit"),
-        ("hydra.searchpath=[x]", "hydra.searchpath: not used by attnkit"),
-        ("hydra/job_logging=default", "hydra/job_logging: not used by attnkit"),
-    ],
-)
-def test_what_means_nothing_or_contradicts(attnkit, argv, message):
-    done = attnkit(*argv.split())
-    assert done.code == 2, done.out
-    assert message in done.err
-    assert len(done.err.strip().splitlines()) <= 3
-    assert list(Path.cwd().iterdir()) == []
-
-
-def test_a_study_needs_numbered_folders(mine):
-    pytest.importorskip("optuna")
-    done = mine("-m", "hydra/sweeper=optuna", "module.lr=0.1,0.2", "hydra.sweep.subdir=a")
-    assert done.code == 2
-    assert "${hydra.job.num}" in done.err
-
-
-def test_no_file_may_name_folders(attnkit, tmp_path):
+def test_no_file_may_name_folders(refused, tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "x.yaml").write_text(
         "# @package _global_\nhydra: {sweep: {subdir: x}}\n"
     )
-    done = attnkit("--config-dir", tmp_path, "task=vit", "experiment=x")
-    assert done.code == 2
-    assert "hydra.sweep: set in a file" in done.err
+    refused("hydra.sweep: set in a file", "--config-dir", tmp_path, "task=vit", "experiment=x")
 
 
 def test_a_job_name_is_for_its_composer_alone():

@@ -72,24 +72,19 @@ def hyper(good, **values):
 # What is in the file, from a good checkpoint and the path of the trace.
 PICKLES = {
     "os.system": lambda good, t: stored({**good, "extra": Call(os.system, f"touch {t}")}),
-    "exec": lambda good, t: stored({**good, "x": Call(exec, f"open({t!r}, 'w')")}),
     "open": lambda good, t: stored({**good, "x": Call(open, t, "w")}),
-    "getattr": lambda good, t: stored({**good, "x": Call(getattr, Path(t), "touch")}),
-    "import": lambda good, t: stored({**good, "x": Call(__import__, "canary")}),
-    "nothing else": lambda good, t: stored(Call(open, t, "w")),
     "hyper-parameters": lambda good, t: hyper(good, lr=Call(open, t, "w")),
     "callbacks": lambda good, t: stored({**good, "callbacks": {"EMA": Call(open, t, "w")}}),
-    "loops": lambda good, t: stored({**good, "loops": Call(open, t, "w")}),
-    "optimizer": lambda good, t: stored({**good, "optimizer_states": [Call(open, t, "w")]}),
+    "loops": lambda good, t: stored(
+        {
+            **good,
+        }
+    ),
     "weights": lambda good, t: stored({**good, "state_dict": Call(open, t, "w")}),
-    "torch.load": lambda good, t: stored({**good, "x": Call(torch.load, t)}),
-    "a path": lambda good, t: stored({**good, "x": Path(t)}),
     "an array": lambda good, t: stored({**good, "x": np.array([Call(open, t, "w")], dtype=object)}),
     "a module": lambda good, t: stored({**good, "x": torch.nn.Linear(3, 3)}),
     "legacy": lambda good, t: legacy({**good, "x": Call(open, t, "w")}),
     "plain pickle": lambda good, t: pickle.dumps(Call(open, t, "w")),
-    "protocol 0": lambda good, t: f"cbuiltins\nopen\n(V{t}\nVw\ntR.".encode(),
-    "by name": lambda good, t: in_zip(f"ccanary\nrun\n(V{t}\ntR.".encode()),
     "zip": lambda good, t: in_zip(pickle.dumps(Call(open, t, "w"), protocol=2)),
     "tar": lambda good, t: in_tar(pickle.dumps(Call(open, t, "w"), protocol=2)),
     "torchscript": lambda good, t: in_zip(b"\x80\x02}q\x00.").replace(b"data.pkl", b"code.pkl"),
@@ -102,21 +97,16 @@ PICKLES = {
 HYPER = {
     "_target_": lambda good: model(good, _target_="canary.Net"),
     "_target_ of Python": lambda good: model(good, _target_="os.system"),
-    "_target_ of torch": lambda good: model(good, _target_="torch.load", f="x"),
     "_target_ of attnkit": lambda good: model(good, _target_="attnkit.launch.main.main"),
     "_target_ below": lambda good: model(good, positions={"_target_": "canary.run"}),
-    "_target_ in _args_": lambda good: model(good, _args_=[{"_target_": "canary.run"}]),
     "optimizer": lambda good: hyper(good, optimizer={"_target_": "canary.run"}),
-    "scheduler": lambda good: hyper(good, scheduler={"_target_": "builtins.exec"}),
     "allow": lambda good: hyper(good, allow=["canary"], model={"_target_": "canary.Net"}),
     "_instantiator": lambda good: hyper(good, _instantiator="canary.run"),
     "Lightning's": lambda good: hyper(
         good, _instantiator="lightning.pytorch.cli.instantiate_module", _class_path="canary.Net"
     ),
-    "old key": lambda good: stored({**good, "hparams": {"_instantiator": "canary.run"}}),
     "hparams_name": lambda good: stored({**good, "hparams_name": "model"}),
     "a list": lambda good: stored({**good, "hyper_parameters": ["canary.run"]}),
-    "none": lambda good: stored({k: v for k, v in good.items() if k != "hyper_parameters"}),
 }
 
 

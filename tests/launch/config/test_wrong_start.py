@@ -12,42 +12,28 @@ SMALL = (
 )  # fmt: skip
 # What only a constructor or the start of a run can see, with what it is blamed on.
 STARTED = [
-    ("trainer.devices=0", "trainer: "),
     ("trainer.max_epochs=-5", "trainer: "),
     ("trainer.accelerator=gpuu", "trainer: "),
-    ("trainer.accelerator=tpu", "trainer: "),
     ("trainer.strategy=dpd", "trainer: "),
-    ("trainer.profiler=fast", "trainer: "),
     ("trainer.max_time=abc", "trainer: "),
-    ("trainer.limit_train_batches=-1", "trainer.limit_train_batches: expected more than 0"),
     ("trainer.val_check_interval=100000", "`val_check_interval` (100000) must be less"),
     ("precision=transformer-engine", "trainer: "),
     ("data.val_fraction=2", "val_fraction"),
-    ("data.test_fraction=1", "test_fraction"),
     ("data.batch_size=0", "batch_size"),
-    ("data.num_workers=-1", "num_workers"),
     ("data.image_size=0", "image_size"),
-    ("data.in_channels=2", "in_channels"),
     ("data.augment.rotate_degrees=-500", "rotate_degrees"),
     ("model.num_heads=5", "num_heads"),
-    ("model.depth=-1", "depth"),
-    ("model.dim=0", "dim"),
     ("model.patch_size=3", "patch_size"),
     ("module.label_smoothing=3", "label_smoothing"),
-    ("module.mixup=-1", "mixup"),
     ("module.num_classes=3", "num_classes"),
-    ("module.mean=[1,2]", "mean"),
     ("optimizer.lr=-1", "optimizer: AdamW: Invalid learning rate: -1"),
-    ("optimizer.betas=[2,3]", "optimizer: AdamW: Invalid beta"),
     ("optimizer={_target_: torch.nn.Linear}", "optimizer"),
     ("optimizer={_target_: attnkit.lightning.muon, ns_steps: 0}", "ns_steps: expected at least 1"),
     ("callbacks=looks", "WordLooks: expected an ImageCaptioning"),
     ("scheduler.warmup_fraction=2", "warmup_fraction"),
     ("scheduler={_target_: torch.optim.lr_scheduler.StepLR}", "scheduler"),
-    ("scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau}", "scheduler"),
     ("callbacks.checkpoint.mode=up", "callbacks.checkpoint.mode: expected "),
     ("callbacks.x={_target_: torch.nn.ReLU}", "callbacks.x: torch.nn.ReLU is not a Callback"),
-    ("logger.x={_target_: torch.nn.ReLU}", "logger.x: torch.nn.ReLU is not a Logger"),
     ("logger.x={_target_: lightning.pytorch.loggers.CometLogger}", "logger.x: "),
 ]
 
@@ -92,13 +78,3 @@ def test_refused_seeds_leave_nothing_and_a_refused_trial_its_error(attnkit):
     assert attnkit("-m", *small, "optimizer.lr=-1,-2").code == 1
     trials = [path for path in Path("all").iterdir() if path.is_dir()]
     assert [os.listdir(trial) for trial in trials] == [["error.txt"], ["error.txt"]]
-
-
-@pytest.mark.slow
-def test_refused_in_its_own_process(attnkit):
-    done = attnkit(
-        "model.dim=24", "model.depth=1", "trainer=cpu_ddp", "optimizer.lr=-1", "run_dir=a/b"
-    )
-    assert done.code == 2
-    assert "Invalid learning rate: -1" in done.err
-    assert os.listdir(".") == []

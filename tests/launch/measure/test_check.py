@@ -15,8 +15,6 @@ from attnkit.launch.decide import Request, decide
 from attnkit.launch.modes import check as checking
 from attnkit.launch.modes.check import Stopwatch, check
 from attnkit.launch.run import Run
-from attnkit.layers import ReceptiveField
-from attnkit.tasks.graphs import DigitsGraphData
 
 VIT = ("task=vit", "model.depth=2", "model.dim=24", "trainer=cpu", "trainer.max_epochs=3")
 
@@ -35,7 +33,6 @@ def files(*folders):
     return {path: path.stat().st_mtime_ns for f in folders for path in [f, *f.rglob("*")]}
 
 
-@pytest.mark.slow
 def test_the_figures_are_those_of_the_job(attnkit):
     """Everything that no clock decides; the rest is in docs/benchmarks.md."""
     found = figures_of(*VIT, "data.batch_size=200")
@@ -66,25 +63,6 @@ def test_multiply_adds_of_a_dense_model_are_torchs(flash_is_counted):
     assert expected > 0
     assert figures_of(*VIT)["multiply_adds"] == expected
     assert figures_of(*VIT, "callbacks.steps.cost=false")["multiply_adds"] == expected
-
-
-def test_multiply_adds_of_a_graph_are_those_counted_by_hand():
-    """Of what the training nodes depend on: of each head and edge, self-loops too, its score, its
-    weight in their sum, its value."""
-    found = figures_of("task=graph", "trainer=cpu", "trainer.max_epochs=1", "callbacks.nodes=null")
-    data = DigitsGraphData()
-    data.setup("fit")
-    (graph,) = data.train_dataloader()
-    wanted = graph.train_mask.nonzero().flatten()
-    field = ReceptiveField.of(graph.edge_index, graph.num_nodes, wanted, 2)
-    expected = 0
-    layers = (64, 8, 8), (64, 1, 10)  # channels in, heads, channels of a head
-    for (channels, heads, head_dim), edges in zip(layers, field.edges, strict=True):
-        targets, sources = edges.sizes  # these have queries, those keys
-        proper = int((edges.edge_index[0] != edges.edge_index[1]).sum())
-        expected += (targets + sources) * channels * heads * head_dim
-        expected += (proper + targets) * heads * (2 * head_dim + 1)
-    assert found["multiply_adds"] == expected
 
 
 def test_nothing_is_left_behind_in_a_folder_that_can_not_be_written(tmp_path, monkeypatch, attnkit):

@@ -57,35 +57,6 @@ def test_the_metric_alone_is_enough(scored):
     assert Metric.of({"callbacks": {"checkpoint": {"monitor": "val/accuracy"}}}).maximize
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ("callbacks.checkpoint.monitor=val/accuracy", "callbacks.checkpoint.mode=min"),
-            "callbacks.checkpoint.mode: got min, but more of 'val/accuracy' is better: give max",
-        ),
-        (
-            ("callbacks=early_stopping", "callbacks.early_stopping.mode=max"),
-            "callbacks.early_stopping.mode: got max, but less of 'val/loss' is better: give min",
-        ),
-        (
-            ("scheduler=plateau", "scheduler.monitor=val/f1", "scheduler.mode=min"),
-            "scheduler.mode: got min, but more of 'val/f1' is better: give max",
-        ),
-        (
-            ("callbacks.checkpoint.monitor=val/score",),
-            "callbacks.checkpoint.mode: expected min or max: the name of 'val/score' does not show",
-        ),
-    ],
-)
-def test_a_direction_that_is_wrong_or_not_known(attnkit, words, message):
-    done = attnkit("task=vit", "run_dir=run", *words)
-    assert done.code == 2
-    assert message in done.err
-    assert done.err.count("\n") <= 3
-    assert not Path("run").exists()
-
-
 @pytest.mark.parametrize("k", [2, -1])
 def test_of_several_files_the_best_is_the_one_reported(scored, k):
     done = scored(

@@ -29,10 +29,8 @@ FILE = "callbacks: BestCheckpoint: nothing logs its monitor "
         ),
     ],
 )
-def test_tasks_know_what_they_log(attnkit, words, message):
-    done = attnkit(*words, "run_dir=run")
-    assert done.code == 2
-    assert message in done.err
+def test_tasks_know_what_they_log(refused, words, message):
+    done = refused(message, *words, "run_dir=run")
     assert done.err.count("\n") == 1
     assert "epoch" not in done.out
 
@@ -47,20 +45,25 @@ def test_tasks_know_what_they_log(attnkit, words, message):
         ),
     ],
 )
-def test_a_class_of_ones_own(mine, words, name):
-    done = mine(*words, "run_dir=run", "callbacks.curves=null")
-    assert done.code == 2
-    assert f"{name}: nothing logs its monitor 'val/f1'; logged are" in done.err
+def test_a_class_of_ones_own(mine, refused, words, name):
+    done = refused(
+        f"{name}: nothing logs its monitor 'val/f1'; logged are",
+        *words,
+        "run_dir=run",
+        "callbacks.curves=null",
+        by=mine,
+        begun=True,
+    )
     assert "train/loss" in done.err
     assert "val/loss" in done.err
     assert done.err.count("\n") == 1
 
 
-def test_a_sanity_check_finds_it_before_training(mine):
+def test_a_sanity_check_finds_it_before_training(mine, refused):
     early = ("callbacks.checkpoint.monitor=val/f1", "trainer.num_sanity_val_steps=1")
-    done = mine(*early, "run_dir=run", "callbacks.curves=null")
-    assert done.code == 2
-    assert f"{FILE}'val/f1'; the sanity check" in done.err
+    done = refused(
+        f"{FILE}'val/f1'; the sanity check", *early, "run_dir=run", "callbacks.curves=null", by=mine
+    )
     assert "logged val/loss\n" in done.err
     assert "epoch" not in done.out
     right = ("callbacks.checkpoint.monitor=train/loss", "trainer.num_sanity_val_steps=1")
@@ -68,7 +71,7 @@ def test_a_sanity_check_finds_it_before_training(mine):
     assert done.code == 0, done.err
 
 
-def test_a_schedule(mine, hers):
+def test_a_schedule(mine, refused, hers):
     (hers / "mine_plateau.py").write_text(
         "import torch\nfrom mine_of_the_tests import Mine\n\n\nclass Plateau(Mine):\n"
         "    def configure_optimizers(self):\n"
@@ -77,9 +80,14 @@ def test_a_schedule(mine, hers):
         "        schedule = {'scheduler': schedule, 'monitor': 'val/f1'}\n"
         "        return {'optimizer': optimizer, 'lr_scheduler': schedule}\n"
     )
-    done = mine("module._target_=mine_plateau.Plateau", "run_dir=run", "callbacks.curves=null")
-    assert done.code == 2
-    assert "scheduler: nothing logs its monitor 'val/f1'; logged are" in done.err
+    done = refused(
+        "scheduler: nothing logs its monitor 'val/f1'; logged are",
+        "module._target_=mine_plateau.Plateau",
+        "run_dir=run",
+        "callbacks.curves=null",
+        by=mine,
+        begun=True,
+    )
     assert done.err.count("\n") == 1
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ import pytest
 import torch
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from rich.console import Console
 
 from attnkit.launch import console as report
 from attnkit.launch import folder as folders
+from attnkit.launch.console import tables
 
 
 def results_of(folder: Path) -> dict:
@@ -185,13 +188,11 @@ def test_resume_of_a_run_that_died(mine):
     assert not Path("run").exists()
 
 
-def test_resume_refuses_another_model(mine):
+def test_resume_refuses_another_model(mine, refused):
     assert mine("run_dir=run", "trainer.max_epochs=1").code == 0
     before = Path("run/config.yaml").read_text()
     for change in ("module.width=7", "data.batch_size=3", "model=vit_tiny", "precision=64"):
-        done = mine("resume=run", change)
-        assert done.code == 2
-        assert f"{change}: can't be changed when a run is resumed" in done.err
+        refused(f"{change}: can't be changed when a run is resumed", "resume=run", change, by=mine)
     assert "no such key; did you mean max_epochs?" in mine("resume=run", "trainer.max_epohs=3").err
     assert Path("run/config.yaml").read_text() == before
 
@@ -261,10 +262,10 @@ def test_sweep(mine, hers):
     assert "](parameters.png)" in page
 
 
-def test_sweep_checks_every_trial_first(mine):
-    done = mine("-m", "module.lr=0.3,0.1,small")
-    assert done.code == 2
-    assert "module.lr: expected float, got 'small'" in done.err
+def test_sweep_checks_every_trial_first(mine, refused):
+    done = refused(
+        "module.lr: expected float, got 'small'", "-m", "module.lr=0.3,0.1,small", by=mine
+    )
     assert "module.lr=small" in done.err.splitlines()[-1]
     assert list(Path.cwd().iterdir()) == []
 
@@ -283,7 +284,7 @@ def test_installed_command_from_any_folder(hers):
     assert "Tip" not in done.stderr
 
 
-def test_a_task_without_images_predicts_its_data(mine, attnkit, hers):
+def test_a_task_without_images_predicts_its_data(mine, attnkit, refused, hers):
     assert mine("run_dir=run").code == 0
     predict = ("--config-dir", hers, "run=predict", "ckpt=run")
     done = attnkit(*predict, "run_dir=told")
@@ -296,9 +297,11 @@ def test_a_task_without_images_predicts_its_data(mine, attnkit, hers):
     done = attnkit(*predict, "images=run")
     assert (done.code, len(done.err.splitlines())) == (2, 1)
     assert "images=run: this task predicts its own data; leave it out" in done.err
-    done = attnkit(*predict, "data._target_=mine_of_the_tests.Unpredictable")
-    assert done.code == 2
-    assert "run=predict: mine_of_the_tests.Unpredictable has no predict_dataloader" in done.err
+    refused(
+        "run=predict: mine_of_the_tests.Unpredictable has no predict_dataloader",
+        *predict,
+        "data._target_=mine_of_the_tests.Unpredictable",
+    )
 
 
 def test_paths_are_quoted_where_they_must_be():
@@ -346,3 +349,48 @@ def test_the_command_to_go_on_works_when_pasted(attnkit, hers):
     Path("a run/config.yaml").write_text(yaml.safe_dump(config))
     assert attnkit(*words[1:]).code == 0
     assert epochs_of(Path("a run")) == [1, 2]
+
+
+# --- tables at the end of a run -------------------------------------------------------------------
+
+
+RESULTS = {
+    "test/accuracy": 0.951, "test/top5_accuracy": 1.0, "val/accuracy_best": 0.94,
+    "val/accuracy_last": 0.93, "val/accuracy": 0.93, "train/loss": 0.7425, "best_epoch": 12.0,
+    "train/samples_per_second": 85_000.0, "step_seconds": 0.0491, "parameters": 9768.0,
+    "kernels/layers.0/edges": 3.0,
+}  # fmt: skip
+
+
+def lines(results):
+    console = Console(file=StringIO(), width=80)
+    for table in tables("graph · train", results):
+        console.print(table)
+    text = console.file.getvalue()
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()], text
+
+
+def test_a_row_for_each_metric_and_a_column_for_each_stage():
+    cells, text = lines({**RESULTS, "num_seeds": 1})
+    assert ["accuracy", "0.9510", "0.9400", "0.9300"] in cells
+    assert ["top5_accuracy", "1.0000", "", ""] in cells
+    assert ["train/loss", "0.7425"] in cells
+    assert ["train/samples_per_second", "85 k/s"] in cells
+    assert ["step_seconds", "49.1 ms"] in cells
+    assert ["parameters", "9,768"] in cells
+    assert ["attention kernels", "edges"] in cells
+    assert "of the best epoch" in text
+
+
+def test_several_seeds_have_a_spread():
+    spread = {"test/accuracy_std": 0.0123, "num_seeds": 5}
+    cells, text = lines({**RESULTS, **spread})
+    assert ["accuracy", "0.9510 ± 0.0123", "0.9400", "0.9300"] in cells
+    assert ["num_seeds", "5"] in cells
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_no_metrics_no_table_of_them():
+    cells, text = lines({"step/seconds": 0.05, "num_seeds": 1})
+    assert [row for row in cells if row] == [["step/seconds", "50.0 ms"]]
+    assert text.startswith("graph · train")

@@ -100,10 +100,8 @@ def test_values_come_back_exactly(composer):
     ("given", "message"),
     [
         ("hydra.sweeper.n_trails=3", "has no such key; did you mean n_trials?"),
-        ("hydra.sweeper.n_trials=many", "n_trials: expected int, got 'many'"),
         ("hydra.sweeper.n_trials=0", "n_trials: expected at least 1"),
         ("hydra.sweeper.sampler=tpee", "did you mean tpe?"),
-        ("hydra.sweeper.pruner=medain", "did you mean median?"),
         ("hydra.sweeper.sampler_options.n_startup=3", "did you mean n_startup_trials?"),
         ("hydra.sweeper.pruner=percentile", "pruner_options.percentile: missing"),
         ("hydra.sweeper.metric=test/loss", "a study must not choose by a test metric"),
@@ -111,21 +109,13 @@ def test_values_come_back_exactly(composer):
         ("hydra.sweeper.direction=minimize", "direction: needs hydra.sweeper.metric"),
         ("hydra.sweeper.n_jobs=2", "hydra/launcher=basic runs one at a time"),
         ("hydra.sweeper.storage=nosuch://x/y", "Optuna can't use the storage nosuch://x/y"),
-        ("hydra.sweeper.storage=nowhere/x", "nowhere/x: [Errno 2] No such file or directory"),
         ("hydra.sweeper.n_trials=2,3", "expected one value"),
-        ("module.widht=3", "did you mean width?"),
         ("callbacks.checkpoint.monitor=test/loss", "needs a validation metric"),
-        ("callbacks.checkpoint=null", "needs a validation metric"),
-        ("module.width=1,x", "module.width: expected int, got 'x'"),
         ("run=check", "not with -m"),
     ],
 )
-def test_wrong_settings(mine, given, message):
-    done = mine("-m", OPTUNA, RATE, *LEAN, given, "run_dir=sweep")
-    assert done.code == 2, done.out
-    assert message in done.err
-    assert len(done.err.splitlines()) <= 3
-    assert not Path("sweep").exists()
+def test_wrong_settings(mine, refused, given, message):
+    refused(message, "-m", OPTUNA, RATE, *LEAN, given, "run_dir=sweep", by=mine)
 
 
 def test_what_needs_the_study(mine):
@@ -210,7 +200,7 @@ def test_a_sweep_that_was_moved_goes_on_though_its_storage_does_not_know_it(
 
 
 @pytest.mark.slow
-def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
+def test_sweeps_of_their_own_share_a_study(mine, refused, attnkit, found, hers):
     """Two sweep folders, one database; a third with another search is refused."""
     search = ("-m", OPTUNA, *LEAN, "callbacks.progress=null", "trainer.max_epochs=1",
               "hydra.sweeper.storage=sqlite:///shared.db", "hydra.sweeper.n_trials=1")  # fmt: skip
@@ -227,9 +217,14 @@ def test_sweeps_of_their_own_share_a_study(mine, attnkit, found, hers):
     assert again.code == 0
     best = Path("two/best.txt").read_text().strip()
     assert again.out.splitlines().count(f"  {best}") == 1
-    done = mine(*search, "module.lr=interval(1e-3,1e-2)", *better, "run_dir=three")
-    assert done.code == 2
-    assert "this study has another" in done.err
+    refused(
+        "this study has another",
+        *search,
+        "module.lr=interval(1e-3,1e-2)",
+        *better,
+        "run_dir=three",
+        by=mine,
+    )
 
 
 KILLED = """\
@@ -279,14 +274,13 @@ def test_killed_while_it_asks(attnkit, found, hers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", [None, "sqlite:///study.db"])
-def test_killed_and_resumed(start, attnkit, found, storage):
+def test_killed_and_resumed(start, attnkit, found):
     """SIGKILL in a trial, then a process that goes on: every trial trained once, none left over."""
     number = 20
-    own = [f"hydra.sweeper.storage={storage}"] if storage else []
+    url = "sqlite:///study.db"
     killed = start(
         "-m", *DIGITS, "optimizer.lr=tag(log,interval(1e-4,1e-2))", "data.batch_size=16,32", OPTUNA,
-        f"hydra.sweeper.n_trials={number}", *own, "run_dir=sweep",
+        f"hydra.sweeper.n_trials={number}", f"hydra.sweeper.storage={url}", "run_dir=sweep",
     )  # fmt: skip
 
     def in_the_middle():
@@ -294,7 +288,6 @@ def test_killed_and_resumed(start, attnkit, found, storage):
         return states.count("done") >= number // 4 and "running" in states
 
     killed.when(in_the_middle).send(signal.SIGKILL).done()
-    url = storage or "sweep/study.journal"
     assert TrialState.RUNNING in [t.state for t in study_of(url).trials]
 
     again = attnkit("-m", "resume=sweep")

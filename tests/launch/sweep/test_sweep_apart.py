@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import signal
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -92,25 +91,19 @@ def test_what_is_not_installed_is_named(attnkit, monkeypatch):
     ("launcher", "setting", "message"),
     [
         ("submitit_slurm", "partition=gpu", "no SLURM here (no command sbatch)"),
-        ("submitit_slurm", "partitoin=gpu", "has no such key; did you mean partition?"),
         ("submitit_slurm", "timeout_min=long", "timeout_min: expected int, got 'long'"),
         ("submitit_slurm", "tasks_per_node=4", "a trial is one task, which starts its own ranks"),
         ("submitit_local", "partition=gpu", "has no such key; it has cpus_per_task"),
         ("joblib", "n_jobs=0", "expected 1 or more, or -1 for all CPUs"),
-        ("joblib", "backend=loky", "has no such key; it has n_jobs"),
         ("joblib", "n_jobs=1,2", "expected one value"),
         ("submitit_local", "name=${task}", "expected a value, not an interpolation"),
         ("basic", "n_jobs=2", "hydra/launcher=basic has no such key"),
     ],
 )
-def test_wrong_settings(attnkit, monkeypatch, launcher, setting, message):
+def test_wrong_settings(refused, monkeypatch, launcher, setting, message):
     monkeypatch.setenv("PATH", "")
     command = (f"hydra/launcher={launcher}", f"hydra.launcher.{setting}")
-    done = attnkit("-m", "task=vit", "seed=1,2", *command)
-    assert done.code == 2, done.out
-    assert message in done.err
-    assert len(done.err.strip().splitlines()) <= 3
-    assert list(Path.cwd().iterdir()) == []
+    refused(message, "-m", "task=vit", "seed=1,2", *command)
 
 
 @pytest.mark.slow
@@ -196,27 +189,6 @@ def test_twelve_trials_killed_resumed_and_retried(found, start):
             # Lightning logs an epoch after its checkpoint: a kill between the two costs that row.
             lost = {2, 4, 6, 8, 10, 12} - set(steps)
             assert lost <= ({killed_after} if trial.number == 5 else set())
-
-    by_hand = []
-    for path in Path("sweep").glob("*/results.json"):
-        results = json.loads(path.read_text())
-        if "num_seeds" in results:
-            number = path.parent.name.partition("_")[0]
-            by_hand.append((results["val/loss_best"], number, results["test/accuracy"]))
-    by_hand.sort()
-    rows = found.rows("sweep", "trials.csv")
-    assert len(rows) == 12
-    table = [(float(r["val/loss_best"]), r["trial"], float(r["test/accuracy"])) for r in rows[:10]]
-    assert table == by_hand
-    assert [row["trial"] for row in rows[10:]] == ["3", "9"]
-
-    settings = {}  # the same over the two seeds
-    for value, number, _ in by_hand:
-        settings.setdefault(int(number) % 6, []).append(value)
-    means = sorted((statistics.fmean(v), statistics.stdev(v)) for v in settings.values())
-    names = ("val/loss_best", "val/loss_best_std")
-    rows = [[float(row[name]) for name in names] for row in found.rows("sweep")[:5]]
-    assert rows == [pytest.approx(figures, rel=1e-9) for figures in means]
 
 
 STUB = """\

@@ -262,13 +262,6 @@ def test_a_metric_that_is_called_a_deviation_is_pooled():
     assert "val/x_std_std" not in pooled
 
 
-def test_the_same_seed_twice_is_not_two_seeds(tmp_path):
-    twice = [{"seed": "1", "model.depth": "2"}] * 2 + [{"seed": "2", "model.depth": "2"}]
-    folder = sweep_by_hand(tmp_path / "sweep", twice, [curve_of(n) for n in range(3)])
-    rows = ranking.ranked(trials.read_sweep(folder).trials, ranking.Metric("val/accuracy", True))
-    assert sorted((row.numbers, row.results["num_seeds"]) for row in rows) == [("0 2", 2), ("1", 1)]
-
-
 @pytest.mark.parametrize(
     ("swept", "pooled"),
     [
@@ -357,21 +350,3 @@ def test_the_command_from_another_folder(tmp_path):
     assert shlex.split(place) == ["cd", sweep.working_dir]
     own = ["attnkit", "data.root=pictures", "seed=1", "--config-dir", "/my folder", "allow=[mine]"]
     assert shlex.split(command) == own
-
-
-@pytest.mark.parametrize(
-    ("command", "message", "lines"),
-    [
-        ("run=report sweep=.", "(it has no sweep.json)", 2),
-        ("run=report sweep=nowhere", "sweep: no folder", 1),
-        ("run=report sweep=latest", "sweep=latest: no sweep under", 1),
-        ("run=report", "sweep: missing; give sweep=PATH", 1),
-        ("run=report sweep=. seed=3", "seed=3: not for run=report", 1),
-        ("-m run=report sweep=x seed=1,2", "run=report: not with -m", 2),
-    ],
-)
-def test_wrong_commands(attnkit, command, message, lines):
-    done = attnkit(*command.split())
-    assert (done.code, len(done.err.strip().splitlines())) == (2, lines), done.err
-    assert message in done.err
-    assert list(Path.cwd().iterdir()) == []

@@ -12,7 +12,6 @@ import attnkit
 from attnkit.finetune import head_only
 from attnkit.lightning import CachedFeatures
 from attnkit.lightning.callbacks import cached_features
-from attnkit.tasks.captioning import ImageCaptioning, ScenesData
 from attnkit.tasks.graphs import NodeClassification
 from attnkit.tasks.image_classification import DigitsData, ImageClassification
 
@@ -104,32 +103,13 @@ def test_where_they_can_not_be_kept_training_goes_on_without(fit, arguments, rea
     assert module.model.seen > 3 * 1400
 
 
-def captioning():
-    data = ScenesData(num_train=4, num_val=2, num_test=2, image_size=24, batch_size=2)
-    data.setup()
-    facts = data.describe()
-    sizes = facts["vocabulary_size"], facts["max_words"]
-    model = attnkit.Captioner(
-        attnkit.CNNEncoder(24, dim=16, stages=[[8], [8]]),
-        attnkit.TransformerDecoder(*sizes, dim=16, depth=1, num_heads=2),
-    )
-    names = ("vocabulary", "max_words", "image_size", "mean", "std")
-    return partial(ImageCaptioning, model, **{n: facts[n] for n in names}), data.train_dataloader()
-
-
-def graph():
+def test_another_task_says_that_it_keeps_none(make_trainer, caplog):
     network = attnkit.GAT(in_channels=3, hidden_channels=4, num_classes=5, num_layers=2, heads=2)
     edges, labels = torch.randint(7, (2, 20)), torch.arange(7) % 5
     nodes = Data(torch.randn(7, 3), edges, y=labels, train_mask=labels > 0)
-    module = partial(NodeClassification, network, num_classes=5)
-    return module, DataLoader([nodes], batch_size=None)
-
-
-@pytest.mark.parametrize("task", [captioning, graph])
-def test_other_tasks_say_that_they_keep_none(make_trainer, caplog, task):
-    make, batches = task()
+    module = NodeClassification(network, num_classes=5, finetune=partial(head_only, cache=True))
     with caplog.at_level("INFO"):
-        make_trainer(max_epochs=1).fit(make(finetune=partial(head_only, cache=True)), batches)
+        make_trainer(max_epochs=1).fit(module, DataLoader([nodes], batch_size=None))
     said = [r.getMessage() for r in caplog.records if r.name == cached_features.__name__]
     assert said == [
         "finetune=head: features are computed again in every epoch: the network is not called with "

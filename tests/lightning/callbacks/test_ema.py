@@ -73,22 +73,6 @@ def test_an_error_in_validation_saves_both_weights_in_their_places(
     assert not torch.equal(checkpoint["state_dict"]["head.weight"], trained)
 
 
-def test_training_goes_on_from_the_trained_weights(small_net, loader, make_trainer, tmp_path):
-    def run(max_epochs, path, **kwargs):
-        module = small_net()
-        saver = ModelCheckpoint(tmp_path / path, save_top_k=-1, filename="{epoch}")
-        trainer = make_trainer(
-            callbacks=[EMA(0.9), saver], max_epochs=max_epochs, enable_checkpointing=True
-        )
-        trainer.fit(module, loader, weights_only=True, **kwargs)
-        return module.head.weight
-
-    torch.manual_seed(3)
-    whole = run(3, "whole")
-    resumed = run(3, "resumed", ckpt_path=tmp_path / "whole" / "epoch=0.ckpt")
-    assert torch.equal(whole, resumed)
-
-
 def test_integers_are_copied(small_net, loader, make_trainer):
     class Counting(small_net):
         def __init__(self):

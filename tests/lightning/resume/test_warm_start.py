@@ -24,18 +24,15 @@ def vit(classes, class_names=None, **changes):
     return ImageClassification(options, num_classes=classes, **seen)
 
 
-def network(attention):
-    def make(classes):
-        model = {
-            "_target_": "attnkit.tasks.image_classification.attention_network",
-            "backbone": {"_target_": "attnkit.models.ResNet", "_partial_": True, "num_blocks": 1,
-                         "widths": [6, 7]},
-            "attention": {"_target_": attention, "_partial_": True}, **IMAGES,
-            "num_classes": classes,
-        }  # fmt: skip
-        return ImageClassification(model, num_classes=classes, **SEEN)
-
-    return make
+def spatial(classes):
+    model = {
+        "_target_": "attnkit.tasks.image_classification.attention_network",
+        "backbone": {"_target_": "attnkit.models.ResNet", "_partial_": True, "num_blocks": 1,
+                     "widths": [6, 7]},
+        "attention": {"_target_": "attnkit.SpatialAttention", "_partial_": True}, **IMAGES,
+        "num_classes": classes,
+    }  # fmt: skip
+    return ImageClassification(model, num_classes=classes, **SEEN)
 
 
 def gat(classes):
@@ -56,13 +53,7 @@ def captioner(words, tied=True):
     return ImageCaptioning(model, vocabulary=tokenizer.to_dict(), max_words=9, **SEEN)
 
 
-TASKS = {
-    "vit": vit,
-    "spatial": network("attnkit.SpatialAttention"),
-    "channel": network("attnkit.ChannelAttention"),
-    "graph": gat,
-    "captioning": captioner,
-}
+TASKS = {"vit": vit, "spatial": spatial, "graph": gat, "captioning": captioner}
 
 
 def saved(module, path):

@@ -8,6 +8,7 @@ import torch
 from layer_support import assert_named, assert_same, randomised
 from torch import nn
 
+import attnkit
 from attnkit.interop import from_torch
 from attnkit.models.captioning.recurrent_decoder import HardRecurrentDecoder, RecurrentDecoder
 from attnkit.models.captioning.transformer_decoder import TransformerDecoder
@@ -212,9 +213,20 @@ def test_terms_of_hard_attention():
         torch.testing.assert_close(terms[name], torch.zeros_like(terms[name]))
     moved = 0.75 * before + 0.25 * terms["cross_entropy"]
     torch.testing.assert_close(decoder.state_dict()["baseline"], moved.detach())
-    terms = decoder.loss(a_memory(), some_words())
+    memory, words, baseline = a_memory(), some_words(), decoder.baseline.clone()
+    torch.manual_seed(1)
+    terms = decoder.loss(memory, words)
     expected = terms["cross_entropy"] + terms["reinforce"] - 0.3 * terms["entropy"]
     torch.testing.assert_close(terms["loss"], expected)
+    torch.manual_seed(1)
+    with attnkit.record_draws() as draws:
+        logits = decoder(memory, words[:, :-1])
+    losses = -logits.log_softmax(-1).gather(2, words[:, 1:, None])[..., 0]
+    expected = sum(  # each draw by the losses of its word and of the later ones
+        (losses[:, place:] - baseline).sum(1) * draw.log_probability.flatten()
+        for place, draw in enumerate(draws)
+    )
+    torch.testing.assert_close(terms["reinforce"], expected.mean() / len(draws))
 
 
 def test_dropout_in_training_only():

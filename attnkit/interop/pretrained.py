@@ -1,14 +1,15 @@
-"""`ViT` with pretrained weights: timm's, or from a file, a folder or the hub."""
+"""Networks with pretrained weights: timm's by name, and `ViT` with weights of timm, of a file, a
+folder or the hub."""
 
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from timm.models import adapt_input_conv
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnkit.interop.carry import shortened
 from attnkit.interop.vision import from_timm, named_as_ours
@@ -24,6 +25,76 @@ from attnkit.models.weights import (
     read_weights,
 )
 
+# Parts of timm's attention that `ViT` does not compute, by parts of the names of modules.
+_NOT_OURS = {
+    "rope": "rotary positions",
+    "rotary": "rotary positions",
+    "relpos": "relative positions",
+    "window": "attention in windows",
+    "distilled": "a distillation token",
+}
+
+
+def timm_network(
+    name: str,
+    in_channels: int,
+    num_classes: int,
+    *,
+    image_size: int | Sequence[int] | None = None,
+    pretrained: bool = False,
+    weights: str | Path | None = None,
+    drop_path: float | None = None,
+    native: bool | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Create `timm_backbone`, or with `native` the `ViT` of the same weights, which takes a list of
+    images of different sizes; its positions are resampled to each grid (see `from_timm`).
+
+    Args:
+        native: whether images keep their own sizes, for plain Vision Transformers with names such
+            as `vit_…`, `deit_…` or `naflexvit_…`; None: no.
+        the others: as in `timm_backbone`. With `native`, `image_size` is that of the learned
+            positions, unless a NaFlexViT has a grid of its own.
+
+    Raises:
+        ValueError: as in `timm_backbone`; with `native`, a network of another kind, whose parts
+            that a `ViT` lacks are named.
+    """
+    # the signature names them, since the launcher reads there what it may fill in
+    options |= {"image_size": image_size, "pretrained": pretrained, "weights": weights}
+    network: Any = timm_backbone(name, in_channels, num_classes, drop_path=drop_path, **options)
+    if not native:
+        return network
+    try:
+        vit: Any = from_timm(network)
+    except TypeError as error:
+        has = "".join(f", with {part}" for part in [", ".join(_parts(network))] if part)
+        raise ValueError(
+            f"native: {name} is timm's {type(network).__name__}{has}; expected a plain Vision "
+            "Transformer, such as vit_small_patch16_224 or naflexvit_base_patch16_gap, or "
+            "data.native=false, which resizes images"
+        ) from error
+    except ValueError as error:
+        hint = ""
+        if str(error).startswith("patch_size:"):
+            (height, width), (patch, _) = (
+                network.patch_embed.img_size,
+                network.patch_embed.patch_size,
+            )
+            side = max(patch, min(height, width) // patch * patch)
+            hint = f"; data.patch_size={patch} data.image_size={side}"
+        raise ValueError(f"native: {name}: {error}{hint}") from error
+    vit.native = True
+    return vit
+
+
+def _parts(network: nn.Module) -> dict[str, None]:
+    """Return the descriptions in `_NOT_OURS` that apply to the modules of a network, each once."""
+    kinds = [f"{name} {type(part).__name__}".lower() for name, part in network.named_modules()]
+    named = " ".join(kinds)
+    return dict.fromkeys(what for part, what in _NOT_OURS.items() if part in named)
+
+
 _log = logging.getLogger(__name__)
 # Settings that a file does not tell; they are taken to be those of the model.
 _UNSAID = ("num_heads", "pooling", "activation", "norm_eps")
@@ -35,7 +106,7 @@ class PretrainedViT(ViT):
     Positions and patches are resampled to its image and patch size, the first layer is adapted to
     its channels. A head for another number of classes is replaced by a new one, and parameters that
     the pretrained network lacks, such as those of a learned `score`, start untrained: the logger
-    `attnkit.interop.pretrained_vit` says so. With the same settings the logits are equal to
+    `attnkit.interop.timm_network` says so. With the same settings the logits are equal to
     the pretrained network's (see `attnkit.interop.from_timm`).
 
     Args:
