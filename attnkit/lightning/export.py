@@ -32,6 +32,8 @@ ONNX_EXTRA = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-5  # largest difference of outputs, over their largest magnitude or 1
 
 Shape = tuple[int | str, ...]
+ADAPTER = "adapter.safetensors"
+Format = Literal["safetensors", "torch_export", "onnx"]
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,6 @@ def _muted() -> Iterator[None]:
         logging.disable(level)
 
 
-ADAPTER = "adapter.safetensors"
-Format = Literal["safetensors", "torch_export", "onnx"]
 _WRITERS: dict[str, tuple[str, Callable[..., float]]] = {
     "torch_export": (".pt2", write_torch_export),
     "onnx": (".onnx", write_onnx),

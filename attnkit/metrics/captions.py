@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from attnkit.metrics.tokenizers import Tokenizer, check_tokenizer, tokenize
 
 Tokens = list[str]
+NGram = tuple[str, ...]
 
 
 class ScoredCaption(NamedTuple):
@@ -149,9 +150,6 @@ def _check_strings(name: str, texts: Sequence[str]) -> None:
     sequence = isinstance(texts, Sequence) and not isinstance(texts, str)
     if not sequence or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{name}: expected a list of strings, got {texts!r}")
-
-
-NGram = tuple[str, ...]
 
 
 def count_ngrams(tokens: Tokens, n_gram: int) -> Counter[NGram]:

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+Maps = Annotated[Tensor, "batch map_height map_width"]
+Masks = Annotated[Tensor, "batch height width", bool]
+Curves = Annotated[Tensor, "batch points"]
+
 
 class MeanOverImages(Metric):
     """The mean of a number that each image has; its standard error on request.
@@ -65,10 +69,6 @@ class MeanOverImages(Metric):
         if not sums[2]:
             raise ValueError(f"{type(self).__name__}: expected images to score, got none")
         return sums
-
-
-Maps = Annotated[Tensor, "batch map_height map_width"]
-Masks = Annotated[Tensor, "batch height width", bool]
 
 
 class _OnObjects(MeanOverImages):
@@ -208,9 +208,6 @@ def check_maps(maps: Tensor, masks: Tensor) -> None:
 
 def _kind(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-
-
-Curves = Annotated[Tensor, "batch points"]
 
 
 class PerturbationGap(MeanOverImages):

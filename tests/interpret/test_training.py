@@ -196,8 +196,10 @@ def test_training_is_the_same_with_it_and_after_a_resumption(vit, loader, traine
 
     def fitted(interpret, max_epochs=2, checks=0, **options):
         module = vit()
-        trained = trainer([interpret] if interpret else [], max_epochs=max_epochs,
-                          num_sanity_val_steps=checks)  # fmt: skip
+        trained = trainer(
+            [interpret] if interpret else [], max_epochs=max_epochs, num_sanity_val_steps=checks,
+            limit_train_batches=2, limit_val_batches=1,
+        )  # fmt: skip
         trained.fit(module, loader, loader, **options)
         return module, trained
 

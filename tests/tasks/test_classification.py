@@ -20,7 +20,6 @@ from attnkit.lightning import UserError
 from attnkit.lightning.callbacks.reports import ClassReport
 from attnkit.lightning.modules.classification import class_scores, show_class_scores
 from attnkit.tasks.image_classification import (
-    Augment,
     DigitsData,
     ImageClassification,
 )
@@ -245,40 +244,6 @@ def test_mixing_is_for_training_only(tmp_path):
         )
     ]
     assert results[0] == results[1]
-
-
-def test_digits_are_learned_and_a_checkpoint_brings_everything_back(tmp_path):
-    data = DigitsData(augment=Augment(translate=0.05), batch_size=32)
-    data.setup("fit")
-    facts = data.describe()
-    del facts["patch_size"]
-    # A configuration, not a module: the checkpoint then needs nothing else.
-    small = {"_target_": f"{__name__}.Small", "num_classes": 10}
-    optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.01}
-    with _allowed():
-        task = ImageClassification(small, optimizer, **facts)
-        trainer = quiet(tmp_path, max_epochs=6, enable_checkpointing=True)
-        trainer.fit(task, datamodule=data)
-        assert trainer.callback_metrics["val/accuracy"] > 0.8
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-        again = ImageClassification.load_from_checkpoint(tmp_path / "last.ckpt")
-    torch.load(tmp_path / "last.ckpt", weights_only=True)
-    images, _ = next(iter(data.val_dataloader()))
-    task.eval(), again.eval()
-    torch.testing.assert_close(again(images), task(images), rtol=0, atol=0)
-    assert again.class_names == list("0123456789")
-    assert (again.image_size, again.in_channels) == (8, 1)
-
-
-class Small(nn.Sequential):
-    def __init__(self, num_classes):
-        super().__init__(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, num_classes))
-
-
-def _allowed():
-    from attnkit.lightning import allowing
-
-    return allowing(__name__.partition(".")[0])
 
 
 def test_other_classes_than_the_modules_are_refused(tmp_path):

@@ -257,11 +257,7 @@ def test_drop_last():
     data.setup()
     assert [len(labels) for _, labels in data.train_dataloader()] == [7, 7, 7]
     assert [len(labels) for _, labels in data.val_dataloader()] == [4]
-
-
-def test_drop_last_of_all_there_is_is_refused():
-    data = OwnData({"train": some_images(30)}, batch_size=25, drop_last=True)
-    data.setup()
+    data.batch_size = 25
     with pytest.raises(UserError, match=r"data.batch_size: 25 is more than the 2\d training"):
         data.train_dataloader()
 

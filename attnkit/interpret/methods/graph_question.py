@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from inspect import Parameter, signature
 from itertools import count
 from operator import index as as_integer
@@ -56,8 +57,6 @@ class GraphQuestion(Target):
         self.target = None if target is None else torch.tensor([target])
         self.num_hops = _number("num_hops", num_hops, least=1)
         self._num_nodes = 0
-        self._known_part: GraphQuestion | None = None
-        self._is_part_known = False
         self._names: dict[int | str, str] = {}
         self.given = self._given(inputs)
         self.place = self._place_of_edges()
@@ -120,8 +119,8 @@ class GraphQuestion(Target):
 
     def ask(self, keep: Tensor | None = None) -> Tensor:
         """Return the logits [classes] of the node or the graph, with only the edges `keep`."""
-        if keep is not None and (part := self._part()) is not None:
-            return part.ask(keep[self.candidates])
+        if keep is not None and self.part is not None:
+            return self.part.ask(keep[self.candidates])
         found = self.answers(keep)
         if self.index is None and len(found) != 1:
             raise ValueError(f"index: expected one of the {len(found)} nodes, got None")
@@ -189,15 +188,15 @@ class GraphQuestion(Target):
         """Return the edges that reach the node in at most `num_hops` steps, [edges] bool."""
         return self.reached(num_hops - 1)[self.edge_index[1]]
 
-    def _part(self) -> "GraphQuestion | None":
-        """Return the same question on the subgraph of the edges that can reach the node.
+    @cached_property
+    def part(self) -> "GraphQuestion | None":
+        """The same question on the subgraph of the edges that can reach the node, after `prepare`.
 
         None if the subgraph is not much smaller, or if its answer differs, since the model looks at
         more of the graph, for example by a norm over all nodes.
         """
-        if self.index is None or self.logits is None or self._is_part_known:
-            return self._known_part
-        self._is_part_known = True
+        if self.index is None:
+            return None
         ends = self.edge_index[:, self.candidates].flatten()
         nodes, places = torch.cat([ends, ends.new_tensor(self.nodes)]).unique(return_inverse=True)
         edges, index = places[: len(ends)].view(2, -1), places[len(ends) :].tolist()
@@ -219,10 +218,10 @@ class GraphQuestion(Target):
         part = copy(self)
         part.given = {place: thin(place, one) for place, one in self._kept(self.candidates).items()}
         part.index = tuple(index) if isinstance(self.index, tuple) else index[0]
-        part.edge_index, part._num_nodes = edges, 0
-        if torch.allclose(part.ask(), self.logits[0], rtol=UNCHANGED, atol=UNCHANGED):
-            self._known_part = part
-        return self._known_part
+        part.edge_index, part._num_nodes, part.part = edges, 0, None
+        assert self.logits is not None
+        is_same = torch.allclose(part.ask(), self.logits[0], rtol=UNCHANGED, atol=UNCHANGED)
+        return part if is_same else None
 
     def calls(self, layers: Layers = None, *, graph: bool = False) -> tuple[list[EdgeCall], Tensor]:
         """Return the attention calls of the layers, in their order, and the logit of the class.

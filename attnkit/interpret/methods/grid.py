@@ -351,7 +351,7 @@ def _declared_grid(model: nn.Module, images: Tensor, num_tokens: int) -> Grid | 
     return Grid(patches.rows, patches.columns, others, 0, "as the model says")
 
 
-class Patches(NamedTuple):
+class PatchGrid(NamedTuple):
     """The patches into which a patch embedding cuts an image.
 
     rows, columns: numbers of patches.
@@ -377,7 +377,7 @@ class Patches(NamedTuple):
         return not (self.rows % grid[0] or self.columns % grid[1])
 
 
-def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
+def patch_grid(model: nn.Module, images: Tensor) -> PatchGrid | None:
     """Return the patches that the model's patch embedding makes of the first image.
 
     The patch embedding is the first module with a `patch_size` of more than a pixel whose input has
@@ -410,7 +410,7 @@ def patch_grid(model: nn.Module, images: Tensor) -> Patches | None:
         model.forward(images[:1].detach().clone())  # not model(…), whose hooks count forwards
     if asked is None or (made is None and (height % asked[0] or width % asked[1])):
         return None
-    return Patches(*(made or (height // asked[0], width // asked[1])), asked)
+    return PatchGrid(*(made or (height // asked[0], width // asked[1])), asked)
 
 
 def _patch_size(module: nn.Module) -> tuple[int, int] | None:

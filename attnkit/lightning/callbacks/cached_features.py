@@ -13,6 +13,7 @@ from attnkit.finetune.methods import finetuned
 from attnkit.lightning._private import is_compiled
 
 CHUNK = 32  # samples whose rows are computed at once, always as many
+_log = logging.getLogger(__name__)
 
 
 class KeptRows:
@@ -94,9 +95,6 @@ def why_samples_change(trainer: Trainer, module: LightningModule) -> str:
     if getattr(getattr(trainer, "datamodule", None), "augment", None) is not None:
         return "the data are augmented; data.augment=null leaves that out"
     return ""
-
-
-_log = logging.getLogger(__name__)
 
 
 class CachedFeatures(Callback):

@@ -15,6 +15,8 @@ from attnkit.lightning.callbacks.meter import last_figures
 from attnkit.lightning.console import on_terminal, say, seconds, three_digits
 
 MANY = 100  # epochs above which not each gets a line
+NARROW = 100  # columns of a terminal
+SHORT = {"grad_norm": "grad", "samples_per_second": "per s"}
 
 
 class DataSummary(Callback):
@@ -161,10 +163,6 @@ def _metrics(trainer: Trainer, monitored: str) -> list[str]:
         ]
         parts.append(f"val/{', '.join(figures)}")
     return parts
-
-
-NARROW = 100  # columns of a terminal
-SHORT = {"grad_norm": "grad", "samples_per_second": "per s"}
 
 
 class Progress(BarFromOne):

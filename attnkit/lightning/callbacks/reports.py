@@ -15,6 +15,7 @@ from attnkit.lightning.modules.values import ranks_of
 
 _MAX_NUMBERS = 20
 _MAX_NAMES = 100
+_MAX_DRAWN = 60
 
 
 class ClassReport(Callback):
@@ -74,9 +75,6 @@ def draw_confusion(confusion: Tensor, class_names: Sequence[str], path: Path) ->
 
 def _short(name: str, length: int = 20) -> str:
     return name if len(name) <= length else name[: length - 1] + "…"
-
-
-_MAX_DRAWN = 60
 
 
 class ValueReport(Callback):

@@ -16,6 +16,10 @@ from attnkit.lightning.callbacks.meter import measured
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.files import in_log_folder, replacing, write_csv
 
+# Number of the dataloader, of the sample in its data, and of the row among those of that sample.
+Key = tuple[int, int, int]
+Row = dict[str, str]
+
 
 class ResultsFile(Callback):
     """Writes the last value of every logged metric to `results.json`: flat, numbers only.
@@ -85,11 +89,6 @@ def _read(path: Path) -> dict[str, float]:
         return {}
     except ValueError as error:
         raise UserError(f"{path}: expected a results file in JSON: {error}") from error
-
-
-# Number of the dataloader, of the sample in its data, and of the row among those of that sample.
-Key = tuple[int, int, int]
-Row = dict[str, str]
 
 
 class PredictionsFile(BasePredictionWriter):

@@ -22,6 +22,12 @@ from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.optim import parameter_groups
 
 Shapes = dict[str, "tuple[int, ...] | None"]
+_KNOWN = {"attnkit", "lightning", "pytorch_lightning"}  # packages whose metrics are known
+_VALIDATION = (
+    *("validation_step", "evaluate", "update_metrics", "on_validation_start"),
+    *("on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end"),
+    "on_train_epoch_end",
+)
 
 
 class NetworkAsBuilt(Callback):
@@ -113,13 +119,6 @@ class RatesAreHeeded(Callback):
                     "call scale_learning_rates(optimizer)"
                 )
             raise UserError(f"finetune.{' and '.join(keys)}: not used by {name}; {how}")
-
-
-_KNOWN = {"attnkit", "lightning", "pytorch_lightning"}  # packages whose metrics are known
-_VALIDATION = (
-    *("validation_step", "evaluate", "on_validation_start", "on_validation_epoch_start"),
-    *("on_validation_batch_end", "on_validation_epoch_end", "on_train_epoch_end"),
-)
 
 
 def check_monitors(module: LightningModule, validation: Mapping[str, object]) -> None:

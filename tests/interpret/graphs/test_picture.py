@@ -170,7 +170,7 @@ def test_what_is_asked_of_a_part_of_the_graph_is_what_the_whole_says():
 
     for model, has_part in ((Two().eval(), True), (Normed().eval(), False)):
         seen = attnkit.explain(model, (x, edges), method="occlusion", index=index)
-        assert (seen.unit.target._part() is not None) == has_part
+        assert (seen.unit.target.part is not None) == has_part
         whole = model(x, edges)[index, seen.target]
         for edge in seen.candidates.nonzero()[:, 0].tolist():
             kept = torch.arange(260) != edge

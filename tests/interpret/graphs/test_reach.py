@@ -112,7 +112,7 @@ def test_occlusion_is_what_the_score_loses_without_an_edge(nodes):
     assert not expected[~seen.candidates].any()
     near = {*pair, *edges[0, torch.isin(edges[1], torch.tensor(pair))].tolist()}
     assert torch.equal(seen.candidates, torch.isin(edges[1], torch.tensor([*near])))
-    assert (seen.unit.target._known_part is not None) == (nodes > 100)
+    assert (seen.unit.target.part is not None) == (nodes > 100)
     with torch.no_grad():
         score = model(x, edges, torch.tensor(pair)[:, None])[0, 0]
     assert float(seen.probability) == pytest.approx(float(score.sigmoid()), abs=1e-6)

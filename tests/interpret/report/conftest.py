@@ -1,14 +1,30 @@
-"""A browser without a network, where one is installed."""
+"""A browser without a network, where one is installed; and the pixels of a page's pictures."""
 
+import base64
+import io
 import os
 import shutil
 
+import numpy as np
 import pytest
+from PIL import Image
 
 ARGUMENTS = (
     "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-sync", "--no-first-run",
 )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def pixels():
+    """A function from a picture's address in a page to its colours, uint8 [height, width, 3]."""
+
+    def decoded(uri):
+        kind, _, coded = uri.partition(";base64,")
+        assert kind in ("data:image/png", "data:image/jpeg")
+        return np.asarray(Image.open(io.BytesIO(base64.b64decode(coded))).convert("RGB"))
+
+    return decoded
 
 
 @pytest.fixture(scope="session")

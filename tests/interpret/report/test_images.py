@@ -1,7 +1,5 @@
 """Sections of images: their numbers, and what a browser makes of them."""
 
-import base64
-import io
 import json
 import re
 
@@ -91,17 +89,13 @@ def path(sections, tmp_path_factory):
     return write_page(path, sections, title="Looks", facts=["model: vit"], table=table)
 
 
-def maps_of(section):
-    """The pixels of the maps by their titles."""
-    return {one["title"]: pixels(one["uri"]) for one in section["figures"]}
+@pytest.fixture
+def maps_of(pixels):
+    """A function from a section to the pixels of its maps by their titles."""
+    return lambda section: {one["title"]: pixels(one["uri"]) for one in section["figures"]}
 
 
-def pixels(uri):
-    data = base64.b64decode(uri.partition(",")[2])
-    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-
-
-def test_what_a_patch_looks_at_is_the_attention_of_its_row(model, images, seen, sections):
+def test_what_a_patch_looks_at_is_the_attention_of_its_row(model, images, seen, sections, pixels):
     attention = attention_of(seen[0])
     with attnkit.capture_attention(model) as weights:
         model(images)
@@ -168,7 +162,7 @@ def test_pooled_attention_is_the_mean_of_its_patches(model, images, seen, monkey
     assert coarse.looks[0].weights.shape == (2, 6, 6)
 
 
-def test_methods_have_one_scale_for_all_images(sections, seen):
+def test_methods_have_one_scale_for_all_images(sections, seen, maps_of):
     scale = scale_of([seen[1].map], is_signed=True)
     for image, section in enumerate(sections):
         found = maps_of(section)["occlusion"]
@@ -177,7 +171,7 @@ def test_methods_have_one_scale_for_all_images(sections, seen):
         assert bar["label"] == "occlusion; one scale for 2 images"
 
 
-def test_what_is_compared_has_one_scale_and_its_difference(explained, seen, images):
+def test_what_is_compared_has_one_scale_and_its_difference(explained, seen, images, maps_of):
     """Another checkpoint, and the likeliest of the other classes."""
     checkpoint = attnkit.explain(vit(seed=1), images)
     sections = image_sections(explained, [Judged("relevance", seen[0], None, checkpoint)])
@@ -278,7 +272,7 @@ def test_a_network_without_attention_has_the_rest(tmp_path):
     assert "Layers and heads" not in text
 
 
-def test_hover_click_and_keys(open_page, path, sections):
+def test_hover_click_and_keys(open_page, path, sections, pixels):
     page = open_page(path)
     data = sections[0]["data"]
     section = page.locator("#s0")
@@ -356,7 +350,7 @@ def test_the_data_is_json(path):
         assert json.loads(text)["rows"] == ROWS
 
 
-def test_the_picture_of_layers_stands_in_the_page(open_page, tmp_path):
+def test_the_picture_of_layers_stands_in_the_page(open_page, tmp_path, pixels):
     """As it is beside the page; a small screen shows no less of it."""
     torch.manual_seed(0)
     vit = attnkit.ViT(image_size=(12, 20), patch_size=4, dim=12, depth=2, num_heads=3)

@@ -1,7 +1,5 @@
 """The page as a file: one, whole, with every text escaped and nothing to load."""
 
-import base64
-import io
 import json
 import re
 
@@ -9,18 +7,11 @@ import numpy as np
 import pytest
 import torch
 from jinja2 import UndefinedError
-from PIL import Image
 
 from attnkit.interpret.picture import DIVERGING, SEQUENTIAL, scale_of
 from attnkit.interpret.report.page import colour_bar, image_uri, map_uri, write_page
 
 EVIL = '<script>alert("1")</script>&\n\'"'
-
-
-def pixels(uri):
-    kind, _, coded = uri.partition(";base64,")
-    assert kind in ("data:image/png", "data:image/jpeg")
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(coded))).convert("RGB"))
 
 
 def section(text=EVIL):
@@ -96,7 +87,7 @@ def test_a_table_of_numbers(tmp_path):
     assert "<table>" not in write(tmp_path, table=[["map", "gap"]])
 
 
-def test_a_map_has_one_pixel_a_place_in_the_colours_of_its_scale():
+def test_a_map_has_one_pixel_a_place_in_the_colours_of_its_scale(pixels):
     map = torch.tensor([[0.0, 1.0, 2.0], [4.0, 3.0, 9.0]])
     scale = scale_of([map[:, :2]])
     assert (scale.low, scale.high, scale.name) == (0, 4, SEQUENTIAL)
@@ -118,7 +109,7 @@ def test_signed_numbers_are_white_at_0():
     assert colour_bar(scale, "of it")["ticks"] == ["−4", "0", "4"]
 
 
-def test_an_image_is_itself():
+def test_an_image_is_itself(pixels):
     image = torch.rand(3, 7, 5)
     found = pixels(image_uri(image))
     assert np.abs(found / 255 - image.permute(1, 2, 0).numpy()).max() < 0.003

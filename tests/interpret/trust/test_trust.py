@@ -154,12 +154,16 @@ def test_rank_correlations_are_scipys():
     assert (spearman(maps, torch.ones_like(maps)) == 0).all()
 
 
-def test_forwards_are_counted(vit, images):
+def test_forwards_are_counted_and_a_seed_gives_the_same_scores(vit, images):
     map = torch.rand(7, 3, 5)
     plain = attnkit.trust(vit, images, None, map, removals=["mean"])
     # intact, input gradient, both ends, and two points of 8 + 6 orders, some of which are the same
     assert 0.9 * (2 + 2 + 2 * 14) < plain.num_forwards <= 2 + 2 + 2 * 14
     assert f"7 images, {plain.num_forwards:.0f} forwards each" in repr(plain)
+    again, other = (
+        attnkit.trust(vit, images, None, map, removals=["mean"], seed=seed) for seed in (0, 1)
+    )
+    assert plain.to_dict() == again.to_dict() != other.to_dict()
 
 
 def test_a_model_without_gradient_or_with_one_logit(vit, images):
