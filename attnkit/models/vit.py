@@ -21,7 +21,9 @@ from attnkit.core.positions.relative import Rotary2d, Rotation
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
 from attnkit.layers.patch import PackedImages, PatchEmbedding
+from attnkit.layers.pooling import AttentionPool
 from attnkit.layers.transformer import Activation, TransformerBlock
+from attnkit.models.native import encode, pooled, positions_on, rotation_on
 
 Images = Annotated[Tensor, "batch channels height width"]
 OwnSizes = Sequence[Annotated[Tensor, "channels height width"]]
@@ -200,8 +202,6 @@ class ViT(nn.Module):
         self.norm, self.pooled_norm = norms if norm_after_pooling else reversed(norms)
         self.pool: nn.Module | None = None
         if pooling == "attention":
-            from attnkit.layers.pooling import AttentionPool
-
             self.pool = AttentionPool(
                 dim,
                 num_heads,
@@ -256,8 +256,6 @@ class ViT(nn.Module):
         """Return the input of the head: the pooled, normalized vector."""
         images = self._together(images)
         if not isinstance(images, Tensor):
-            from attnkit.models.native import encode, pooled
-
             found, lengths = encode(self, images, only_class_token=self.pooling == "class")
             return self.pooled_norm(pooled(self, self.norm(found), lengths))
         tokens = self._encode(images, only_class_token=self.pooling == "class")
@@ -277,8 +275,6 @@ class ViT(nn.Module):
         The first `num_prefix_tokens` are the class token and the registers, in this order.
         """
         if not isinstance(images, Tensor):
-            from attnkit.models.native import encode
-
             found, lengths = encode(self, images, only_class_token=False)
             return list(self.norm(found).split(lengths))
         return self.norm(self._encode(images, only_class_token=False))
@@ -380,8 +376,6 @@ class ViT(nn.Module):
         height, width = images.shape[-2:]
         grid = self._grid((height, width), self.patch_embed.patch_size)
         if not own:
-            from attnkit.models.native import positions_on, rotation_on
-
             added = positions_on(self, grid)
             tokens = tokens if added is None else tokens + added
         elif self.position_table is not None:

@@ -248,13 +248,18 @@ def test_wrong_options_are_named(options, message):
         ViT(**{**SMALL, **options})
 
 
-def test_wrong_images_and_sizes_are_named(images):
-    model = make()
-    with pytest.raises(ValueError, match=r"images: expected 12 x 20 pixels, got \[3, 3, 20, 12\]"):
-        model(images.transpose(2, 3))
-    with pytest.raises(ValueError, match=r"images: expected \[batch, 3, .*got \[3, 1, 12, 20\]"):
-        model(images[:, :1])
-    with pytest.raises(ValueError, match=r"size: expected 'tiny'.*got 'huge'"):
-        ViT.from_size("huge")
-    with pytest.raises(ValueError, match="patch_size: 4 x 4 does not divide image_size 13 x 13"):
-        model.resize(image_size=13)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m, x: m(x.transpose(2, 3)),
+            r"images: expected 12 x 20 pixels, got \[3, 3, 20, 12\]",
+        ),
+        (lambda m, x: m(x[:, :1]), r"images: expected \[batch, 3, .*got \[3, 1, 12, 20\]"),
+        (lambda m, x: ViT.from_size("huge"), r"size: expected 'tiny'.*got 'huge'"),
+        (lambda m, x: m.resize(13), "patch_size: 4 x 4 does not divide image_size 13 x 13"),
+    ],
+)
+def test_wrong_images_and_sizes_are_named(call, message, images):
+    with pytest.raises(ValueError, match=message):
+        call(make(), images)
