@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from rich.progress import track
 from torch import Tensor
 
 from attnkit.core.operators.files import cache_folder
+from attnkit.lightning.console import say
 from attnkit.lightning.files import SHARED_FOLDER, replacing
 from attnkit.tasks.images.decode import (
     FULL_RANGES,
@@ -44,6 +46,7 @@ from attnkit.tasks.loaders import module_of
 _HEADERS_READ = 1024
 # Reading a small file is faster than waking a thread, so that a thread reads several.
 _CHUNK = 32
+_SILENT_FOR = 10.0  # seconds
 _SHOW_PROGRESS_FROM = 2000
 _NAMED = 3
 
@@ -279,12 +282,25 @@ def decode_files(
 
 
 def with_progress(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
-    """Yield 1 for each file that the chunks have processed, and show a progress bar."""
+    """Yield 1 for each file that the chunks have processed, and show a progress bar; without a
+    terminal, print the progress every ten seconds."""
     console = Console(stderr=True)
-    quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal
-    quiet = quiet or getattr(rank_zero_only, "rank", 0) != 0
+    rank = getattr(rank_zero_only, "rank", 0)
+    quiet = total < _SHOW_PROGRESS_FROM or not console.is_terminal or rank != 0
+    if not console.is_terminal and rank == 0:
+        chunks = _with_lines(chunks, total, title)
     steps = (1 for count in chunks for _ in range(count))
     return iter(track(steps, title, total, console=console, transient=True, disable=quiet))
+
+
+def _with_lines(chunks: Iterator[int], total: int, title: str) -> Iterator[int]:
+    done, last = 0, time.monotonic()
+    for count in chunks:
+        yield count
+        done += count
+        if time.monotonic() - last >= _SILENT_FOR:
+            say(f"{title}: {done:,} of {total:,}")
+            last = time.monotonic()
 
 
 def decoded(

@@ -206,3 +206,10 @@ def test_what_is_not_begun_when_it_is_stopped_is_not_waited_for(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         scan.decode_files(paths, Fit(2), 3, keep=False, title="decoding")
     assert 0 < len(begun) < len(paths) / 2
+
+
+def test_without_a_terminal_it_says_how_far_it_is(monkeypatch, capfd):
+    monkeypatch.setattr(scan, "_SILENT_FOR", 0)
+    assert len(list(scan.with_progress(iter([32, 32, 6]), 70, "decoding images"))) == 70
+    said = capfd.readouterr().out.splitlines()
+    assert said == [f"decoding images: {done} of 70" for done in (32, 64, 70)]
