@@ -220,9 +220,9 @@ def test_kinds():
         assert kind_of(check_inputs(*gradient)) == {"float64"}
 
 
-def test_sizes():
-    query = tensors(size=(3, 5, 100, 11))
-    threads = torch.get_num_threads()
+def test_sizes(monkeypatch):
+    query, threads = tensors(size=(3, 5, 100, 11)), 3
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     edges = Edges(torch.zeros(2, 700, dtype=torch.long), 100)
     for mask, expected in {
         None: 128,
