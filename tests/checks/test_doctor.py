@@ -203,6 +203,7 @@ SDPA_FAULTS = {
 @pytest.mark.parametrize("fault", SDPA_FAULTS, ids=lambda fault: fault.__name__)
 def test_each_public_fault_is_found(fault, monkeypatch, capsys):
     monkeypatch.setattr(F, "scaled_dot_product_attention", fault)
+    monkeypatch.setattr("attnkit.checks.doctor.DTYPES", ("float32",))
     report = attnkit.doctor(quick=True, only=NAME)
     assert not report
     found = {(failure.attention, failure.what): failure for failure in report.failures}

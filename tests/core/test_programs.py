@@ -234,16 +234,14 @@ def test_every_mask_is_an_input_of_a_program(mask):
     torch.export.save(program, io.BytesIO())
 
 
-@pytest.mark.parametrize(
-    "options", [{"scale": 0.3}, {"score": attnkit.Cosine(0.7), "mask": Causal()}], ids=str
-)
-def test_heads_and_numbers_that_are_traced(options):
+def test_heads_and_numbers_that_are_traced():
+    options = {"scale": 0.3, "mask": Causal()}
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="eager")
-    for num_heads in (2, 4, 3):
+    for num_heads in (2, 3):
         inputs = torch.randn(3, 2, num_heads, 6, 8).unbind()
         torch.testing.assert_close(compiled(*inputs, **options), attend(*inputs, **options))
-    if "scale" in options:
-        torch.testing.assert_close(compiled(*inputs, scale=0.4), attend(*inputs, scale=0.4))
+    options["scale"] = 0.4
+    torch.testing.assert_close(compiled(*inputs, **options), attend(*inputs, **options))
 
 
 @pytest.mark.slow

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import attnkit
-from attnkit import attend
 from attnkit.core.inputs import Inputs
-from attnkit.core.kernels.choose import BACKENDS, choose_backend
+from attnkit.core.kernels.choose import BACKENDS
 from attnkit.core.kernels.reference import reference_attention
 
 # (atol, rtol) of torch's own tests of its kernels
@@ -145,18 +144,3 @@ def results(function, inputs, tensors):
     )
     assert all(result.isfinite().all() for result in (output, *gradients))
     return [output, *gradients]
-
-
-def test_explain_backends_tells_the_same():
-    query = torch.rand(2, 4, 16, 8)
-    for normalizer in ("softmax", "hard", "linear", attnkit.DeltaRule(torch.rand(2, 4, 16))):
-        options = {"normalizer": normalizer, "mask": attnkit.Causal()}
-        explained = attnkit.explain_backends(query, query, query, **options)
-        inputs = attnkit.core.inputs.check_inputs(query, query, query, **options)
-        assert explained.chosen == choose_backend(inputs).name
-        for name, reasons in explained.reasons.items():
-            if reasons:
-                with pytest.raises(attnkit.UnsupportedError):
-                    attend(query, query, query, **options, backend=name)
-            else:
-                attend(query, query, query, **options, backend=name)

@@ -220,9 +220,9 @@ def test_kinds():
         assert kind_of(check_inputs(*gradient)) == {"float64"}
 
 
-def test_sizes():
-    query = tensors(size=(3, 5, 100, 11))
-    threads = torch.get_num_threads()
+def test_sizes(monkeypatch):
+    query, threads = tensors(size=(3, 5, 100, 11)), 3
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     edges = Edges(torch.zeros(2, 700, dtype=torch.long), 100)
     for mask, expected in {
         None: 128,
@@ -332,7 +332,6 @@ def damaged(text):
     yield from (text[:end] for end in range(0, len(text), len(text) // 12))
     yield from (text[:at] + "\x00" + text[at + 1 :] for at in range(5, len(text), len(text) // 7))
     yield from ("null", "[]", "{}", '"text"', "1", "NaN", "[" * 100_000, "9" * 10_000, "\ufeff{}")
-    yield text.replace('"attnkit ledger": 1', '"attnkit ledger": 2')  # another format
 
     def places(value):
         """Each dict and list in a value, with its keys."""
@@ -379,6 +378,10 @@ def test_what_is_damaged_is_ignored_with_a_line(file):
             assert "\n" not in str(error.value)
             assert file.read_text() == broken  # it may be anybody's
     assert ignored > 80
+    file.write_text(text.replace('"attnkit ledger": 1', '"attnkit ledger": 2'))  # another format
+    ledger.reload()
+    with pytest.warns(UserWarning, match="is not a ledger of this attnkit"):
+        assert chosen(*query) == "flash"
     file.unlink()
     file.mkdir()
     ledger.reload()

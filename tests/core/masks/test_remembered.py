@@ -95,17 +95,6 @@ def test_numbers_are_compared_once_a_layer(monkeypatch):
     assert len(compared) == len(model.layers)
 
 
-def test_models_and_other_layers_share_it(sorts):
-    edge_index = graph()
-    options = {"heads": 2, "backend": "edges"}
-    one = attnkit.GAT(CHANNELS, 8, 3, num_layers=3, add_self_loops=False, **options)
-    options["global_attention"] = None
-    other = attnkit.GraphTransformer(CHANNELS, 8, 3, num_layers=2, **options)
-    for model in (one, other, one):
-        model(X, edge_index)
-    assert len(sorts) == 1
-
-
 @pytest.mark.parametrize("write", WRITES)
 def test_memory_that_is_written_to(write):
     model, memory = Layers(), graph()

@@ -20,17 +20,6 @@ def constant(tokens, dim):
     return torch.randn(dim, dtype=torch.float64).expand(1, 1, tokens, dim)
 
 
-def test_scores_in_1d_depend_on_differences_only():
-    query, key = line().rotation(11, 2)(constant(11, 10), constant(11, 10))
-    scores = (query @ key.transpose(-2, -1))[0, 0]
-    values = []
-    for difference in range(-10, 11):
-        diagonal = scores.diagonal(difference)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-        values.append(diagonal[0])
-    assert len(torch.stack(values).unique()) == 21
-
-
 def test_1d_is_a_product_with_complex_units():
     """Su et al. 2021, equation 12: (x_i, x_{i + d/2}) as a complex number times e^{i p w}."""
     query, key = torch.randn(2, 3, 2, 7, 10, dtype=torch.float64)
@@ -70,23 +59,6 @@ def test_2d_equals_timm():
     ]
     ours = [turned[..., order] for turned in Rotary2d(8, GRID)(query, key)]
     torch.testing.assert_close(ours, expected)
-
-
-def test_keys_turned_before_they_are_cached():
-    """Each chunk turned from where it starts, against all tokens at once."""
-    query, key, value = torch.randn(3, 2, 3, 11, 10, dtype=torch.float64)
-    rotary = line()
-    turned_query, turned_key = rotary(query, key)
-    whole = attend(turned_query, turned_key, value, mask=Causal())
-    cache, outputs, start = key[:, :, :0], [], 0
-    for size in (4, 1, 6):
-        now = slice(start, start + size)
-        turned_query, new = rotary.rotation(size, start)(query[:, :, now], key[:, :, now])
-        cache = torch.cat([cache, new], dim=2)
-        mask = Causal(align="bottom_right")
-        outputs.append(attend(turned_query, cache, value[:, :, : now.stop], mask=mask))
-        start += size
-    torch.testing.assert_close(torch.cat(outputs, dim=2), whole)
 
 
 def test_positions_of_packed_sequences_begin_anew():
