@@ -273,9 +273,10 @@ class ImageCsvData(ImageDataModule):
             self, files, self.in_channels, self.kept_crop_area
         ).items():
             if self.target != "classes":
-                images.labels = torch.tensor(
-                    [self._values(row.truth, names, columns) for row in splits[split]]
-                )
+                truths = [row.truth for row in splits[split]]
+                if not columns:
+                    truths = [tuple(float(name in truth) for name in names) for truth in truths]
+                images.labels = torch.tensor(truths)
             sets[split] = images.select(good)
             of_rows = torch.tensor([groups[row.group] for row in splits[split]])
             sets[split].groups = None if "" in groups else of_rows[good]  # type: ignore[attr-defined]
@@ -286,11 +287,6 @@ class ImageCsvData(ImageDataModule):
                     f"data.table: no image can be decoded in train of {', '.join(empty[:5])}"
                 )
         return sets, names
-
-    def _values(self, truth: tuple[Any, ...], names: list[str], columns: list[str]) -> list[float]:
-        return list(truth) if columns else [float(name in truth) for name in names]
-
-    # --- rows -------------------------------------------------------------------------------------
 
     def _rows(self) -> tuple[list[_Row], list[str], list[str]]:
         """Return the valid rows, the problems of the others, and the names of the value columns."""
@@ -408,8 +404,6 @@ class ImageCsvData(ImageDataModule):
                 "data.skip_corrupt=true leaves them out"
             )
 
-    # --- splits -----------------------------------------------------------------------------------
-
     def _check_groups(self, rows: Sequence[_Row]) -> None:
         splits: dict[str, set[str]] = {}
         for row in rows:
@@ -423,12 +417,9 @@ class ImageCsvData(ImageDataModule):
                 "out with data.split_column=\"''\", or the groups with data.group_column=\"''\""
             )
 
-    def split_rows(self, train: ImageSet, fractions: Sequence[float]) -> list[Tensor]:
-        """Split about these fractions off every class, label or tenth of the numbers, by groups."""
-        return self._split_whole(train, fractions)
-
     def _split_whole(self, train: ImageSet, fractions: Sequence[float]) -> list[Tensor]:
-        """Split so that equal files, and files of a group, are on one side."""
+        """Split about these fractions off every class, label or tenth of the numbers, so that equal
+        files, and files of a group, are on one side."""
         strata = self._strata(train.labels)
         groups: Tensor | None = getattr(train, "groups", None)
         equal = torch.tensor(self.first_of_equal)
