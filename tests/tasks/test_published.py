@@ -171,9 +171,8 @@ def test_files_that_would_crash_their_readers_are_named(
     folder = graph_files.write_planetoid(tmp_path / "raw")
     whole = (folder / f"ind.citeseer.{part}").read_bytes()
     (folder / f"ind.citeseer.{part}").write_bytes(content)
-    with pytest.raises(
-        UserError, match=rf"ind.citeseer.{part} is not a file of Planetoid: {message}"
-    ):
+    named = rf"ind.citeseer.{part} is not a file of Planetoid: .*{message}"
+    with pytest.raises(UserError, match=named):
         PlanetoidData(tmp_path, "CiteSeer").setup()
     (folder / f"ind.citeseer.{part}").write_bytes(whole)
     PlanetoidData(tmp_path, "CiteSeer").setup()
