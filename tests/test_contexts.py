@@ -25,8 +25,8 @@ import attnkit
 from attnkit import Hard, MultiHeadAttention, finetune
 from attnkit.core.capture.watch import watch_attention
 from attnkit.core.contexts import Opened
-from attnkit.core.hidden import hide_keys
 from attnkit.core.kernels.record import unrecorded
+from attnkit.core.key_masking import hide_keys
 from attnkit.core.operators.precision import EXACT
 from attnkit.interop.transformers import attention as of_transformers
 from attnkit.lightning import allowing

@@ -18,9 +18,9 @@ from attnkit.checks.cases import Case, cases
 from attnkit.checks.examine import Examination, Names, Refused, computed, inputs_of
 from attnkit.checks.model import examine_model
 from attnkit.checks.report import DoctorReport, Fault, Row
-from attnkit.core.hidden import HIDING
 from attnkit.core.kernels import ledger
 from attnkit.core.kernels.ledger import Timed, kind_of, size_of
+from attnkit.core.key_masking import HIDING
 from attnkit.core.names import nearest
 from attnkit.core.operators.precision import EXACT
 

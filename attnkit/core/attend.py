@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from attnkit.core.arguments import tensors_only
 from attnkit.core.contexts import Opened
-from attnkit.core.hidden import HIDING, attend_without_hidden
 from attnkit.core.inputs import Inputs, check_inputs, in_high_precision
 from attnkit.core.kernels.base import explain_missing_second_derivative
 from attnkit.core.kernels.choose import choose_backend
 from attnkit.core.kernels.sdpa import is_plain_flash
+from attnkit.core.key_masking import HIDING, attend_without_hidden
 from attnkit.core.masks.base import Mask
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.normalizers import NORMALIZERS, Normalizer

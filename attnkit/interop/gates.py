@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from attnkit.interop.carry import has_hooks, loaded, refuse, renamed, state_of
+from attnkit.interop.conversion import has_hooks, loaded, refuse, renamed, state_of
 from attnkit.layers.cbam import CBAM, CBAMChannelGate, CBAMSpatialGate
 from attnkit.layers.gates import CoordinateAttention, EfficientChannelAttention, SqueezeExcitation
 

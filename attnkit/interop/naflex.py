@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attnkit.core.positions.absolute import FactorizedPositions2d, Resampling
-from attnkit.interop.carry import check_class, has_hooks, refuse
+from attnkit.interop.conversion import check_class, has_hooks, refuse
 from attnkit.models.vit import ViT
 
 

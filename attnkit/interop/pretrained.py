@@ -11,7 +11,7 @@ from typing import Any
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from attnkit.interop.carry import shortened
+from attnkit.interop.conversion import shortened
 from attnkit.interop.vision import from_timm, named_as_ours
 from attnkit.models.backbones import timm_backbone
 from attnkit.models.vit import ViT

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from attnkit.interop.carry import State, has_hooks, joined, loaded, refuse, state_of
+from attnkit.interop.conversion import State, has_hooks, joined, loaded, refuse, state_of
 from attnkit.layers.graph.attention import GraphAttention
 from attnkit.layers.graph.rgat import RGATAttention
 from attnkit.layers.graph.typed_attention import HANAttention, HGTAttention

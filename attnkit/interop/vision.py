@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.multihead import MultiHeadAttention
-from attnkit.interop.carry import (
+from attnkit.interop.conversion import (
     State,
     check_class,
     has_hooks,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attnkit.core.arguments import at_least, in_a_line, pair
 from attnkit.core.names import nearest
 from attnkit.core.running import evaluating
-from attnkit.interop.carry import shortened
+from attnkit.interop.conversion import shortened
 from attnkit.interop.transformers import NAME, register_transformers
 from attnkit.models.preprocessing import VERSION, num_channels, tower_facts
 from attnkit.models.weights import HUB, asking_hub, reason

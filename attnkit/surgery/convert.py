@@ -17,7 +17,7 @@ from attnkit.core.normalizers import Normalizer, learned_normalizer
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
 from attnkit.interop import from_torch
-from attnkit.interop.carry import has_hooks, joined, refuse
+from attnkit.interop.conversion import has_hooks, joined, refuse
 from attnkit.surgery import adapters, relative, towers
 from attnkit.surgery.timm_forwards import FORWARDS, MIXING, OVER_CHANNELS, HeadAttention, Kept
 

@@ -18,7 +18,7 @@ from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.normalizers import Normalizer
 from attnkit.core.running import undisturbed
-from attnkit.interop.carry import shortened
+from attnkit.interop.conversion import shortened
 from attnkit.surgery.adapters import Adapter
 from attnkit.surgery.convert import Changes, ScoreChange, changed, convert, is_known
 from attnkit.surgery.dry_run import examples_for

@@ -33,7 +33,7 @@ from torch_geometric.nn import GATConv
 
 import attnkit
 from attnkit.interop import from_pyg
-from attnkit.interop.carry import renamed
+from attnkit.interop.conversion import renamed
 from attnkit.tasks.graphs import PlanetoidData
 
 OURS = {

@@ -5,7 +5,6 @@ one graph; `GraphClassification` and `GraphValues` predict whole graphs.
 """
 
 from attnkit.lightning.resume.sampler import EpochSampler as EpochSampler
-from attnkit.tasks.graphs.absent import HeldOut as HeldOut
 from attnkit.tasks.graphs.data import FullGraph as FullGraph
 from attnkit.tasks.graphs.data import GraphDataModule as GraphDataModule
 from attnkit.tasks.graphs.datasets.digits import DigitGridsData as DigitGridsData
@@ -21,10 +20,13 @@ from attnkit.tasks.graphs.datasets.synthetic import (
     DictionaryLookupData as DictionaryLookupData,
 )
 from attnkit.tasks.graphs.datasets.synthetic import InfectionData as InfectionData
+from attnkit.tasks.graphs.graph_level import GraphClassification as GraphClassification
+from attnkit.tasks.graphs.graph_level import GraphValues as GraphValues
 from attnkit.tasks.graphs.link_data import Links as Links
 from attnkit.tasks.graphs.links import LinkPrediction as LinkPrediction
 from attnkit.tasks.graphs.links import LinkReport as LinkReport
 from attnkit.tasks.graphs.many_data import GraphsDataModule as GraphsDataModule
+from attnkit.tasks.graphs.negative_pairs import HeldOut as HeldOut
 from attnkit.tasks.graphs.node_attention import NodePredictions as NodePredictions
 from attnkit.tasks.graphs.node_report import NodeReport as NodeReport
 from attnkit.tasks.graphs.nodes import NodeClassification as NodeClassification
@@ -33,5 +35,3 @@ from attnkit.tasks.graphs.sampling import InNeighbors as InNeighbors
 from attnkit.tasks.graphs.sampling import NeighborBatches as NeighborBatches
 from attnkit.tasks.graphs.sampling import Sampled as Sampled
 from attnkit.tasks.graphs.sampling import sample_neighbors as sample_neighbors
-from attnkit.tasks.graphs.whole import GraphClassification as GraphClassification
-from attnkit.tasks.graphs.whole import GraphValues as GraphValues

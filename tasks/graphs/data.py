@@ -15,7 +15,6 @@ from attnkit.core.arguments import at_least, choice
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule, unknown_part, was_trained_on
 from attnkit.lightning.resume.sampler import EpochSampler
-from attnkit.tasks.graphs.absent import HeldOut
 from attnkit.tasks.graphs.base import (
     CARRIED,
     SPLITS,
@@ -30,6 +29,7 @@ from attnkit.tasks.graphs.base import (
 from attnkit.tasks.graphs.datasets.part import Part
 from attnkit.tasks.graphs.features import Positions, node_positions, normalized, to_sparse_csr
 from attnkit.tasks.graphs.link_data import Links, LinkSets
+from attnkit.tasks.graphs.negative_pairs import HeldOut
 from attnkit.tasks.graphs.sampling import (
     InNeighbors,
     Layers,

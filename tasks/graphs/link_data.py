@@ -16,8 +16,8 @@ from torch_geometric.utils import is_undirected
 from attnkit.core.arguments import at_least, held_out
 from attnkit.lightning.errors import UserError
 from attnkit.lightning.modules.module import TaskModule, unknown_part, was_trained_on
-from attnkit.tasks.graphs.absent import AbsentPairs, HeldOut
 from attnkit.tasks.graphs.base import CARRIED, SPLITS
+from attnkit.tasks.graphs.negative_pairs import AbsentPairs, HeldOut
 from attnkit.tasks.graphs.sampling import generator_of
 from attnkit.tasks.loaders import BatchItems
 from attnkit.tasks.summary import split_line

@@ -22,8 +22,8 @@ from attnkit.lightning import UserError
 from attnkit.lightning.files import write_csv
 from attnkit.lightning.modules.values import ValuesModule
 from attnkit.lightning.protocols import Explained
-from attnkit.tasks.graphs.absent import present_from
 from attnkit.tasks.graphs.module import beside, check_channels, check_edges, check_readout
+from attnkit.tasks.graphs.negative_pairs import present_from
 from attnkit.tasks.graphs.node_attention import gathered
 from attnkit.tasks.graphs.node_report import BLUE, RED, plain
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import attnkit
-from attnkit.core.hidden import hide_keys
+from attnkit.core.key_masking import hide_keys
 
 
 def randomize(module):

@@ -32,8 +32,8 @@ from attnkit.tasks.graphs import (
     Links,
     NodeClassification,
 )
-from attnkit.tasks.graphs.absent import AbsentPairs, HeldOut, present_from
 from attnkit.tasks.graphs.links import ranks_of
+from attnkit.tasks.graphs.negative_pairs import AbsentPairs, HeldOut, present_from
 
 NODES = 23
 

@@ -48,8 +48,8 @@ from attnkit.core.kernels.block_steps import (
     grid_of,
     lanes_of,
 )
+from attnkit.core.kernels.compiled_windows import program_pays, window_program
 from attnkit.core.kernels.sdpa import flash_cpu, flash_cpu_backward
-from attnkit.core.kernels.window_program import program_pays, window_program
 from attnkit.core.masks.base import as_4d
 from attnkit.core.masks.kept import has_values, kept
 from attnkit.core.masks.sequences import Packed

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.v2.functional import gaussian_blur
 
-from attnkit.core.hidden import hide_keys
+from attnkit.core.key_masking import hide_keys
 from attnkit.interpret.methods.grid import Grid as Tokens
 from attnkit.interpret.methods.grid import patch_grid, settled, token_grids
 from attnkit.interpret.methods.question import Question, logits_of

@@ -12,13 +12,13 @@ from torch_geometric.utils import scatter
 
 from attnkit.core.arguments import existing
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.graphs.absent import HeldOut
 from attnkit.tasks.graphs.base import SPLITS
 from attnkit.tasks.graphs.data import GraphDataModule
 from attnkit.tasks.graphs.datasets.edges import read_edges
 from attnkit.tasks.graphs.datasets.nodes import read_features, read_labels, read_mask
 from attnkit.tasks.graphs.datasets.part import Part, refuse_stand_in
 from attnkit.tasks.graphs.datasets.parts import Parts, part_of
+from attnkit.tasks.graphs.negative_pairs import HeldOut
 
 _SHARED = ("edge", "edge_neg")
 _OWN = ("source_node", "target_node", "target_node_neg")

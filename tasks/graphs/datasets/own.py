@@ -12,7 +12,6 @@ from torch_geometric.data import Data
 
 from attnkit.core.arguments import held_out
 from attnkit.lightning.errors import UserError
-from attnkit.tasks.graphs.absent import HeldOut
 from attnkit.tasks.graphs.base import SPLITS, check_finite, checked_values
 from attnkit.tasks.graphs.data import GraphDataModule
 from attnkit.tasks.graphs.datasets.edges import read_edges
@@ -25,6 +24,7 @@ from attnkit.tasks.graphs.datasets.nodes import (
 from attnkit.tasks.graphs.datasets.part import Part, are_whole, numbers_of
 from attnkit.tasks.graphs.datasets.parts import Parts
 from attnkit.tasks.graphs.many_data import GraphsDataModule
+from attnkit.tasks.graphs.negative_pairs import HeldOut
 from attnkit.tasks.graphs.splits import random_masks
 
 CARRIED = {

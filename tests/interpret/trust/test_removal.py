@@ -7,7 +7,7 @@ import torchvision
 from torch import nn
 
 import attnkit
-from attnkit.core.hidden import hide_keys
+from attnkit.core.key_masking import hide_keys
 from attnkit.interpret.methods.question import Question, looking
 from attnkit.interpret.trust.removal import NotAvailableError, removal
 

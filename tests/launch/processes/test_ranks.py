@@ -1,6 +1,7 @@
 """Several processes: told of signals, none left behind, and one clear line when one goes wrong."""
 
 import csv
+import gc
 import signal
 import subprocess
 import sys
@@ -8,6 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning import LightningDataModule, LightningModule
+
+from attnkit.launch.processes import ranks
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
@@ -79,16 +83,24 @@ def test_nobody_outlives_the_command(start, unruly, trainer):
     assert start.left() == {}
 
 
+SIGNALS = [
+    (trainer, *signal)
+    for signal in (("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143))
+    for trainer in ("cpu", "cpu_ddp")
+]
+
+
 @linux
 @pytest.mark.slow
-def test_signal_in_training(attnkit, start, unruly):
+@pytest.mark.parametrize(("trainer", "name", "code"), SIGNALS)
+def test_signal_in_training(attnkit, start, unruly, trainer, name, code):
     started = start(
-        *unruly, "trainer=cpu_ddp", "module.lag=0.1", "trainer.max_epochs=5", "run_dir=run"
+        *unruly, f"trainer={trainer}", "module.lag=0.1", "trainer.max_epochs=5", "run_dir=run"
     )
     started.when(lambda: Path("run/metrics.csv").is_file() and len(epochs_of(Path("run"))) > 0)
-    done = started.send(signal.SIGTERM).done()
-    assert done.code == 143, done.out
-    assert "stopped by SIGTERM after step " in done.out
+    done = started.send(getattr(signal, name)).done()
+    assert done.code == code, done.out
+    assert f"stopped by {name} after step " in done.out
     assert f"to go on: attnkit resume={Path('run').absolute()} --config-dir" in done.out
     assert "Traceback" not in done.out
     assert start.left() == {}
@@ -96,6 +108,40 @@ def test_signal_in_training(attnkit, start, unruly):
     done = attnkit(*unruly[:2], "resume=run")
     assert done.code == 0, done.err
     assert epochs_of(Path("run")) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+@linux
+@pytest.mark.parametrize("trainer", ["cpu", "cpu_ddp"])
+def test_twenty_signals_at_any_time(start, unruly, trainer):
+    """From the first import to the last epoch: none is lost, and nothing is left."""
+    for number in range(20):
+        folder = Path(f"run_{number}")
+        started = start(
+            *unruly, f"trainer={trainer}", "module.lag=0.05", f"run_dir={folder}",
+            "trainer.max_epochs=1000", "data.workers=1",
+        )  # fmt: skip
+        time.sleep(0.4 + number * (0.5 if trainer == "cpu" else 0.9))
+        done = started.send(signal.SIGTERM).done()
+        assert done.code == 143, done.out
+        assert "Traceback" not in done.out
+        assert "stopped by SIGTERM" in done.out
+        assert ("to go on: attnkit resume=" in done.out) == (folder / "config.yaml").is_file()
+        assert start.left() == {}
+
+
+@pytest.mark.slow
+@linux
+def test_second_signal_ends_what_does_not_answer(start, unruly):
+    started = start(*unruly, "trainer=cpu_ddp", "module.how=hang", "run_dir=run")
+    started.when(lambda: Path("run/metrics.csv").is_file() or Path("run/checkpoints").is_dir())
+    time.sleep(2)
+    started.send(signal.SIGTERM)
+    time.sleep(2)
+    assert started.process.poll() is None, "one signal is answered at the end of a step"
+    done = started.send(signal.SIGTERM).done()
+    assert done.code == 143, done.out
+    assert start.left() == {}
 
 
 def test_a_lost_signal_is_raised_again(tmp_path):
@@ -159,8 +205,77 @@ def test_an_error_of_the_system_names_the_file(attnkit, unruly):
     assert line.startswith("attnkit: No such file or directory: /nowhere/to/be/found, in mischief")
 
 
+@pytest.mark.slow
+def test_a_signal_in_a_test_run(attnkit, start, unruly):
+    assert attnkit(*unruly, "trainer=cpu", "trainer.max_epochs=1", "run_dir=run").code == 0
+    started = start(
+        *unruly[:2], "run=test", "ckpt=run", "module.stage=test", "module.how=hang",
+        "module.rank=0", "run_dir=tested",
+    )  # fmt: skip
+    started.when(lambda: Path("tested/run.log").is_file())
+    time.sleep(2)
+    done = started.send(signal.SIGTERM).done()
+    assert done.code == 143, done.out
+    assert done.out.strip().splitlines()[-1] == "stopped by SIGTERM; to go on: start it again"
+
+
+@pytest.mark.slow
+def test_the_trials_after_a_signal_are_not_started(start, unruly):
+    started = start(
+        *unruly, "-m", "trainer=cpu", "module.lag=0.1,0.2", "trainer.max_epochs=1000",
+        "run_dir=sweep",
+    )  # fmt: skip
+    started.when(lambda: list(Path("sweep").glob("0_*/checkpoints/last.ckpt")))
+    done = started.send(signal.SIGTERM).done()
+    assert done.code == 143, done.out
+    assert "the trials after it were not started" in done.out
+    assert len([path for path in Path("sweep").iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.slow
+def test_stray_variables_change_nothing(attnkit, unruly, monkeypatch):
+    """An interactive SLURM allocation, and what a launcher left behind; rank logs on request."""
+    stray = {
+        "SLURM_NTASKS": "4", "SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "interactive",
+        "SLURM_PROCID": "0", "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8",
+    }  # fmt: skip
+    for name, value in stray.items():
+        monkeypatch.setenv(name, value)
+    done = attnkit(
+        *unruly, "trainer=cpu_ddp", "trainer.max_epochs=1", "rank_logs=true", "seeds=2",
+        "run_dir=run",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert epochs_of(Path("run/seed_0")) == epochs_of(Path("run/seed_1")) == [1]
+    assert "MEMBER: 2/2" in Path("run/run_rank1.log").read_text()
+    assert "rank 1" not in Path("run/run.log").read_text()
+    assert list(Path("run").glob("seed_*/run*.log")) == []
+
+
 def test_other_nodes_need_a_launcher(attnkit, unruly):
     done = attnkit(*unruly, "trainer=cpu_ddp", "trainer.num_nodes=2", "run_dir=run")
     assert done.code == 2
     assert said(done)[0].startswith("attnkit: trainer.num_nodes: 2, but nothing has started")
     assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_the_command_keeps_no_model_beside_those_of_its_ranks(attnkit, unruly, monkeypatch):
+    """Nor data: a large data set would be in memory once more than there are ranks."""
+
+    def alive():
+        gc.collect()
+        kinds = (LightningModule, LightningDataModule)
+        return {id(thing) for thing in gc.get_objects() if issubclass(type(thing), kinds)}
+
+    before, beside = alive(), []
+    started = ranks.start
+
+    def start(*args):
+        beside.extend(alive() - before)
+        started(*args)
+
+    monkeypatch.setattr(ranks, "start", start)
+    done = attnkit(*unruly, "trainer=cpu_ddp", "trainer.max_epochs=1", "run_dir=run")
+    assert done.code == 0, done.err
+    assert beside == []

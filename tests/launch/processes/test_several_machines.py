@@ -1,8 +1,9 @@
-"""The commands of docs/several_machines.md, all nodes being this machine."""
+"""The commands of docs/several_machines.md, on two nodes that are network namespaces, or none."""
 
 import json
 import os
 import re
+import shutil
 import socket
 import stat
 import subprocess
@@ -21,6 +22,45 @@ QUICK = (
 )
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def cable():
+    """Two network namespaces with a cable between them: the start of a command line on each, and
+    its address."""
+    ip = shutil.which("ip")
+    if os.geteuid() or ip is None:
+        pytest.skip("network namespaces need root and the command ip")
+    names = [f"attnkit{os.getpid()}{end}" for end in "ab"]
+    ends = [f"ak{os.getpid()}{end}" for end in "ab"]
+
+    def run(*command):
+        subprocess.run([ip, *command], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            run("netns", "add", name)
+        run("link", "add", ends[0], "netns", names[0], "type", "veth",
+            "peer", "name", ends[1], "netns", names[1])  # fmt: skip
+        for number, (name, end) in enumerate(zip(names, ends, strict=True), 1):
+            run("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
+            run("-n", name, "link", "set", "lo", "up")
+            run("-n", name, "link", "set", end, "up")
+        prefixes = [
+            [ip, "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={end}"]
+            for name, end in zip(names, ends, strict=True)
+        ]
+        yield prefixes, "10.77.0.1"
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
+    finally:
+        for name in names:
+            subprocess.run([ip, "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.fixture
+def localhost():
+    return [[], []], "127.0.0.1"
 
 
 def together(commands, **environment):
@@ -46,15 +86,17 @@ def weights(folder):
     return torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
 
 
-def test_torchrun_on_two_nodes(tmp_path, attnkit):
+@pytest.mark.parametrize("nodes", ["cable", "localhost"])
+def test_torchrun_on_two_nodes(nodes, request, tmp_path, attnkit):
+    prefixes, address = request.getfixturevalue(nodes)
     port = str(free_port())
     commands = []
-    for number in sorted(COMMANDS):
+    for prefix, number in zip(prefixes, sorted(COMMANDS), strict=True):
         words = COMMANDS[number].replace("/shared", str(tmp_path)).split()
         assert words[:2] == ["torchrun", "--nnodes"]
-        words = ["127.0.0.1" if w == "node0" else port if w == "29500" else w for w in words]
+        words = [address if w == "node0" else port if w == "29500" else w for w in words]
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
-        commands.append([*torchrun, *words[1:], *QUICK.split()])
+        commands.append([*prefix, *torchrun, *words[1:], *QUICK.split()])
     codes, said = together(commands)
     assert codes == [0, 0], said
     assert "2 processes" in said[0]
