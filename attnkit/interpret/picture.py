@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -27,7 +26,7 @@ _DARKEST = 0.68  # brightness of black under a map, so that colours on dark imag
 _LEAST_PIXELS = 240  # enlarged to this, places have equal sides even if they do not divide pixels
 
 _SIDE = 2.0  # width of an image in inches
-_BAR, _LINE = 0.9, 0.16  # width of a scale, height of a title's line, in inches
+_GAP, _BAR, _LINE = 0.1, 0.9, 0.16  # inches between images, for a scale, of a title's line
 _LONGEST = 28  # characters of a title's line
 _ACROSS = 6  # panels in a line
 
@@ -140,26 +139,39 @@ def draw(rows: Sequence[Row], across: int = _ACROSS) -> Figure:
         for row in rows
         for at in range(0, len(row.panels), columns)
     ]
-    shape = next((p.picture.shape for row in rows for p in row.panels if p.picture is not None), ())
+    every = [panel for row in rows for panel in row.panels]
+    shape = next((panel.picture.shape for panel in every if panel.picture is not None), ())
     height = _SIDE * shape[0] / shape[1] if shape else _SIDE
-    above = 0.1 + _LINE * max(1 + panel.title.count("\n") for row in rows for panel in row.panels)
-    size = columns * _SIDE + _BAR, len(lines) * (height + above)
-    figure = Figure(figsize=size, layout="constrained")
+    above = 0.07 + _LINE * max(1 + panel.title.count("\n") for panel in every)
+    below = 0.05 + max(0.45 if _is_curve(one) else _LINE * bool(one.below) for one in every)
+    step = above + height + below
+    wide = columns * (_SIDE + _GAP) + (_BAR if any(row.scale for row in rows) else 0)
+    tall = _GAP + len(lines) * step
+    figure = Figure(figsize=(wide, tall))
     FigureCanvasAgg(figure)  # no global state, no display
-    axes = figure.subplots(len(lines), columns, squeeze=False)
-    for (row, panels), places in zip(lines, axes, strict=True):
+
+    def axes(x: float, y: float, width: float, height: float) -> Any:
+        """Add axes at a position in inches from the left and the top.
+
+        A layout engine would take most of the time of a drawing.
+        """
+        return figure.add_axes((x / wide, 1 - (y + height) / tall, width / wide, height / tall))
+
+    tops = [_GAP + number * step + above for number in range(len(lines))]
+    for (row, panels), top in zip(lines, tops, strict=True):
         # a single title may use the width of the whole line
         alone = sum(bool(panel.title) for panel in panels) == 1
         longest = columns * _LONGEST if alone else _LONGEST
-        for place, panel in zip_longest(places, panels):
-            if panel is None:
-                place.axis("off")
-            else:
-                _draw(place, panel, row, longest)
+        for place, panel in enumerate(panels):
+            margin = 0.45 if _is_curve(panel) else 0.0  # room for the axis labels
+            left = place * (_SIDE + _GAP) + _GAP / 2 + margin
+            _draw(axes(left, top, _SIDE - margin, height), panel, row, longest)
     for row in rows:
         if row.scale is not None and not _is_curve(row.panels[-1]):
-            beside = axes[[number for number, (other, _) in enumerate(lines) if other is row]]
-            bar = figure.colorbar(row.scale.mappable, ax=beside, aspect=12)
+            of_row = [top for top, (other, _) in zip(tops, lines, strict=True) if other is row]
+            tall_bar = of_row[-1] + height - of_row[0]
+            beside = axes(columns * (_SIDE + _GAP) + 0.05, of_row[0], 0.14, tall_bar)
+            bar = figure.colorbar(row.scale.mappable, cax=beside)
             bar.set_label(row.label, fontsize=7)  # labels are not longer than a row is high
             bar.ax.tick_params(labelsize=7)
     return figure
@@ -200,7 +212,6 @@ def _draw(axes: Any, panel: Panel, row: Row, longest: int) -> None:
         axes.text(0.5, -0.04, in_picture(panel.below), **at)
     if not _is_curve(panel):
         axes.axis("off")
-        axes.set_anchor("N")
     if panel.values is None:
         axes.imshow(panel.picture, interpolation="nearest")
         return

@@ -304,9 +304,9 @@ class ImagePaths(BatchItems):
     """Image files, fetched by the batch.
 
     A batch is uint8 images [batch, channels, height, width], or a list of images of their own
-    sizes, and the list of their paths. A file
-    that cannot be decoded is printed and left out, so that a batch may be shorter or empty. The
-    first file of each kind with more than 8 bits is printed.
+    sizes, and the list of their paths. A file that cannot be decoded is printed and left out, so
+    that a batch may be shorter or empty. The first file of each kind with more than 8 bits is
+    printed.
     """
 
     def __init__(self, paths: Sequence[str], fit: Fit | OwnSize, in_channels: int) -> None:

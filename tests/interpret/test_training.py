@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import attnkit
 from attnkit import Interpret
+from attnkit.interpret.training import draw_history
 from attnkit.lightning import MetricsCSV, UserError
 from attnkit.lightning.protocols import Explained
 from attnkit.models.captioning.word_decoder import END, PAD
@@ -191,6 +192,22 @@ def test_a_single_logit_has_no_class_to_be_sensitive_to(loader, trainer, tmp_pat
     assert set(interpret.history) == gaps
 
 
+@pytest.mark.parametrize("quantity", ["p", "the logit"])
+def test_the_axis_says_whose_gap_it_is(quantity):
+    figure = draw_history({"interpret_gap": [(1, 0.2), (3, 0.4)]}, quantity)
+    assert figure.axes[0].get_ylabel() == f"gap in {quantity}"
+
+
+def test_of_as_many_classes_as_the_batch_has(vit, trainer, tmp_path):
+    """Seven images of three classes in order: one of each before a second of any."""
+    images, labels = torch.rand(7, 1, 8, 8), torch.tensor([4, 4, 4, 4, 1, 1, 9])
+    interpret = Interpret(4, trust="none", folder=tmp_path / "maps")
+    loader = DataLoader(TensorDataset(images, labels), batch_size=7)
+    trainer([interpret]).validate(vit(), loader, verbose=False)
+    assert interpret._batch[1].tolist() == [1, 4, 9, 1]
+    assert torch.equal(interpret._batch[0], images[[4, 0, 6, 5]])
+
+
 def test_training_is_the_same_with_it_and_after_a_resumption(vit, loader, trainer, tmp_path):
     """Weights bit for bit: no random number, gradient or mode is touched, dropout included."""
 
@@ -254,6 +271,14 @@ def test_captions(trainer, tmp_path):
     gap = sum(word.gap for word in words) / 5
     assert interpret.history["interpret_gap"] == [(1, pytest.approx(gap, abs=1e-6))]
     assert (tmp_path / "maps" / "epoch_001.png").exists()
+
+
+def test_an_lstm_has_its_attention(trainer, tmp_path):
+    module = Captions(attnkit.RecurrentDecoder)
+    interpret = Interpret(trust="none", folder=tmp_path / "maps")
+    loader = DataLoader([{"image": torch.rand(2, 3, 8, 12)}], batch_size=None)
+    trainer([interpret]).validate(module, loader, verbose=False)
+    assert interpret._look.method == "attention"
 
 
 def test_a_layer_of_a_captioner(trainer, tmp_path):

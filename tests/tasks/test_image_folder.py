@@ -63,6 +63,19 @@ def test_class_folders_alone_are_split(tmp_path):
     assert len(seen) == 40  # disjoint
 
 
+@pytest.mark.parametrize(
+    "names", [("training", "valid", "testing"), ("TRAIN", "Validation", "eval"),
+              ("train", "dev", "evaluation")]
+)  # fmt: skip
+def test_given_splits_are_used(tmp_path, names):
+    for number, name in enumerate(names):
+        make_images(tmp_path / name, {"a": 3 + number, "b": 5}, first=100 * number)
+    data = ready(tmp_path)
+    assert {split: len(images) for split, images in data.sets.items()} == {
+        "train": 8, "val": 9, "test": 10,
+    }  # fmt: skip
+
+
 def test_a_missing_split_is_taken_from_train(tmp_path):
     make_images(tmp_path / "train", {"a": 20, "b": 20})
     make_images(tmp_path / "test", {"a": 3, "b": 3}, first=100)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import leaky_relu
 from torch_geometric import nn as pyg
 from torch_geometric.nn.conv import gat_conv
 from torch_geometric.utils import softmax
@@ -84,40 +85,84 @@ def test_convolutions_of_types_are_named_by_their_type():
     assert [call.num_nodes for call in calls] == [(13, 11), (11, 11)]
 
 
-def sums_to_one(weights, index):
-    sums = torch.zeros(int(index.max()) + 1, weights.shape[1]).index_add(0, index, weights)
-    torch.testing.assert_close(sums, (sums > 0).float(), atol=1e-5, rtol=0)
+def agnn(conv, x, edges):
+    x = nn.functional.normalize(x, dim=1)
+    return conv.beta * (x[edges[0]] * x[edges[1]]).sum(dim=1, keepdim=True)
 
 
-OTHERS = {
-    "AGNNConv": (lambda: pyg.AGNNConv(), True),
-    "SuperGATConv": (lambda: pyg.SuperGATConv(CHANNELS, DIM, HEADS), True),
-    "GeneralConv": (lambda: pyg.GeneralConv(CHANNELS, DIM, attention=True, heads=HEADS), False),
-    "HEATConv": (lambda: pyg.HEATConv(CHANNELS, DIM, 3, 2, 5, 2, 7, heads=HEADS), False),
+def supergat(conv, x, edges):
+    x = conv.lin(x).view(-1, HEADS, DIM)
+    source, target = x[edges[0]], x[edges[1]]
+    alpha = (source * conv.att_l).sum(-1) + (target * conv.att_r).sum(-1)
+    return leaky_relu(alpha * (source * target).sum(-1).sigmoid(), 0.2)
+
+
+def general(conv, x, edges):
+    message = conv.lin_msg(x[edges[0]]).view(-1, HEADS, DIM)
+    return leaky_relu((message * conv.att_msg).sum(-1), 0.2)
+
+
+def heat(conv, x, edges):
+    x = conv.hetero_lin(x, HEAT["node_type"])
+    carried = conv.edge_type_emb(HEAT["edge_type"]), conv.edge_attr_emb(HEAT["edge_attr"])
+    parts = [x[edges[1]], x[edges[0]], *(leaky_relu(part, 0.2) for part in carried)]
+    return leaky_relu(conv.att(torch.cat(parts, dim=1)), 0.2)
+
+
+HEAT = {
+    "node_type": torch.arange(NODES) % 3,
+    "edge_type": torch.arange(EDGES) % 2,
+    "edge_attr": torch.arange(EDGES * 2).view(-1, 2).float().sin(),
 }
+# the convolution, its scores before the softmax, what its edges are given, and are loops added?
+EXPLICIT = {
+    "AGNN": (pyg.AGNNConv, agnn, {}, True),
+    "SuperGAT": (lambda: pyg.SuperGATConv(CHANNELS, DIM, HEADS), supergat, {}, True),
+    "General": (
+        lambda: pyg.GeneralConv(CHANNELS, DIM, attention=True, heads=HEADS), general, {}, False
+    ),
+    "HEAT": (lambda: pyg.HEATConv(CHANNELS, DIM, 3, 2, 5, 2, 7, heads=HEADS), heat, HEAT, False),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_weights_that_a_convolution_does_not_return(name):
-    make, has_loops = OTHERS[name]
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_weights_that_a_convolution_does_not_return_are_its_formula(name):
+    make, scores_of, extra, has_loops = EXPLICIT[name]
     x, edges = make_graph()
-    extra = {}
-    if name == "HEATConv":
-        extra["node_type"] = torch.arange(NODES) % 3
-        extra["edge_type"] = torch.arange(EDGES) % 2
-        extra["edge_attr"] = torch.arange(EDGES * 2).view(-1, 2).float().sin()
-    plain, output, (call,) = watched(randomized(make()), x, edges, **extra)
+    conv = randomized(make())
+    plain, output, (call,) = watched(conv, x, edges, **extra)
     assert torch.equal(plain, output)
     loops = torch.arange(NODES if has_loops else 0).expand(2, -1)
     assert torch.equal(call.edge_index, torch.cat([edges, loops], dim=1))
     assert torch.equal(call.is_added_loop, torch.arange(call.edge_index.shape[1]) >= EDGES)
-    replaced = (edges[0] == edges[1]) & has_loops
-    assert torch.equal((call.weights[:EDGES] == 0).all(1), replaced)
-    sums_to_one(call.weights, call.edge_index[1])
+    used = torch.ones(call.edge_index.shape[1], dtype=torch.bool)
+    used[:EDGES] = (edges[0] != edges[1]) | (not has_loops)
+    edges = call.edge_index[:, used]
+    expected = softmax(scores_of(conv, x, edges), edges[1], num_nodes=NODES)
+    torch.testing.assert_close(call.weights[used], expected, atol=1e-5, rtol=0)
+    assert not call.weights[~used].any()
 
 
-@pytest.mark.parametrize("kind", [pyg.HGTConv, pyg.HANConv])
-def test_types_of_a_heterogeneous_graph_are_calls_of_their_own(kind):
+def han(conv, nodes, kind, source, target):
+    parts = (conv.proj[node](nodes[node]).view(-1, 3, 2) for node in (kind[0], kind[2]))
+    vectors = (lin["__".join(kind)] for lin in (conv.lin_src, conv.lin_dst))
+    of_source, of_target = (
+        (part * vector).sum(-1) for part, vector in zip(parts, vectors, strict=True)
+    )
+    return leaky_relu(of_source[source] + of_target[target], 0.2)
+
+
+def hgt(conv, nodes, kind, source, target):
+    qkv = {node: part.view(-1, 3, 3, 2) for node, part in conv.kqv_lin(nodes).items()}
+    number = 0 if kind[1] == "writes" else 1
+    relation = conv.k_rel.weight.view(3, 2, 2, 2)[:, number]  # [heads, in, out]
+    key = torch.einsum("nhd,hde->nhe", qkv[kind[0]][:, 0], relation)
+    score = (qkv[kind[2]][target, 1] * key[source]).sum(-1)
+    return score * conv.p_rel["__".join(kind)] / 2**0.5
+
+
+@pytest.mark.parametrize(("kind", "scores_of"), [(pyg.HGTConv, hgt), (pyg.HANConv, han)])
+def test_types_of_a_heterogeneous_graph_are_calls_of_their_own(kind, scores_of):
     torch.manual_seed(3)
     nodes = {"paper": torch.randn(11, CHANNELS), "author": torch.randn(7, CHANNELS)}
     writes = torch.stack([torch.randint(7, (23,)), torch.randint(11, (23,))])
@@ -130,12 +175,12 @@ def test_types_of_a_heterogeneous_graph_are_calls_of_their_own(kind):
     assert [call.num_nodes for call in calls] == [(7, 11), (11, 11)]
     for call in calls:
         assert torch.equal(call.edge_index, edges[call.edge_type])
-    if kind is pyg.HANConv:
-        for call in calls:
-            sums_to_one(call.weights, call.edge_index[1])
-    else:  # one softmax over the edges of all types into a node
-        index = torch.cat([call.edge_index[1] for call in calls])
-        sums_to_one(torch.cat([call.weights for call in calls]), index)
+    scores = [scores_of(conv, nodes, call.edge_type, *call.edge_index) for call in calls]
+    targets, weights = [call.edge_index[1] for call in calls], [call.weights for call in calls]
+    if kind is pyg.HGTConv:  # one softmax over the edges of all types into a node
+        scores, targets, weights = ([torch.cat(each)] for each in (scores, targets, weights))
+    for score, target, weight in zip(scores, targets, weights, strict=True):
+        torch.testing.assert_close(weight, softmax(score, target), atol=1e-5, rtol=0)
 
 
 class Deep(nn.Module):
@@ -173,7 +218,8 @@ def test_flow_sparse_and_bipartite_edges():
     _, _, (flipped,) = watched(back, x, edges.flip(0))
     assert torch.equal(flipped.edge_index, call.edge_index)
     torch.testing.assert_close(flipped.weights, call.weights)
-    sums_to_one(flipped.weights, flipped.edge_index[1])
+    sums = torch.zeros(NODES, HEADS).index_add(0, flipped.edge_index[1], flipped.weights)
+    torch.testing.assert_close(sums, (sums > 0).float(), atol=1e-5, rtol=0)
     pairs = edges.unique(dim=1)
     matrix = torch.sparse_coo_tensor(pairs.flip(0), torch.ones(pairs.shape[1]), (NODES, NODES))
     _, _, (sparse,) = watched(conv, x, matrix.coalesce())

@@ -186,6 +186,15 @@ def test_a_query_sees_its_own_region():
     assert torch.equal(mask[0, 0], expected)
 
 
+def test_masked_blocks_answer_from_the_regions_of_their_queries():
+    model, images = network("queries").train(), torch.rand(2, 3, *SIZE)
+    masked = model(images)
+    model.head.masked_share = 0.0
+    plain = model(images)
+    torch.testing.assert_close(masked[:, 0], plain[:, 0])  # answered before the first block
+    assert not torch.allclose(masked[:, -1], plain[:, -1])
+
+
 def test_the_share_of_masked_blocks_falls_to_nothing():
     made = module(network("queries"))
     fitted(made, steps=4)

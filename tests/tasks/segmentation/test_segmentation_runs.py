@@ -13,8 +13,8 @@ from attnkit.launch.main import main
 TINY = (
     "task=segmentation", "trainer=cpu", "backbone.dim=24", "backbone.depth=2", "optimizer=adamw",
     "data.image_size=24", "data.num_train=24", "data.num_val=6", "data.num_test=7",
-    "data.batch_size=3", "model.patch_size=8", "callbacks.curves=null", "logger.tensorboard=null",
-    "trainer.max_epochs=2",
+    "data.batch_size=3", "data.horizontal_flip=0.5", "model.patch_size=8", "callbacks.curves=null",
+    "logger.tensorboard=null", "trainer.max_epochs=2", "scheduler=constant",  # as of one epoch
 )  # fmt: skip
 
 
@@ -65,6 +65,18 @@ def test_a_run_leaves_its_tables_and_pictures(trained):
     sheet = Image.open(run / "examples.png")
     assert sheet.width == 3 * 24 * 7  # enlarged to 168 pixels a row
     assert (run / "confusion_matrix.png").exists()
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(trained, tmp_path):
+    half = tmp_path / "half"
+    assert main([*TINY, f"run_dir={half}", "trainer.max_epochs=1"]) == 0
+    assert main([f"resume={half}", "trainer.max_epochs=2"]) == 0
+    states = [
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for folder in (trained / "run", half)
+    ]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert figures(half) == pytest.approx(figures(trained / "run"))
 
 
 def test_windows_are_one_setting_of_data_and_module(trained, tmp_path, capfd):
