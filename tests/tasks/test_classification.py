@@ -115,15 +115,18 @@ class OwnMetric(ImageClassification):
 def test_of_ones_own_class_what_it_logs_is_known_where_it_does_not_validate(tmp_path):
     loader = DataLoader(samples(), batch_size=11)
 
-    def fit(cls, monitor):
+    def fit(cls, monitor, mode="max"):
         task = module()
         task.__class__ = cls
-        trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping(monitor, mode="max")])
+        trainer = quiet(tmp_path, max_epochs=1, callbacks=[EarlyStopping(monitor, mode=mode)])
         trainer.fit(task, loader, loader)
+        assert {"val/accuracy", "val/f1"} & {*trainer.progress_bar_metrics} == {"val/accuracy"}
         return trainer.current_epoch
 
     with pytest.raises(UserError, match=r"nothing logs its monitor 'val/mine'; validation logs"):
         fit(OwnOptimizer, "val/mine")
+    with pytest.raises(UserError, match="EarlyStopping: mode: got min, but more of 'val/f1'"):
+        fit(OwnMetric, "val/f1", mode="min")
     assert fit(OwnOptimizer, "val/f1") == 1
     assert fit(OwnMetric, "val/mine") == 1
 
