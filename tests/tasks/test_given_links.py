@@ -196,7 +196,7 @@ def wrong(**changes):
         (wrong(extra=Odd()), r"test.pt is not a file of tensors and arrays: it names "
                              r"[\w.]*test_given_links.Odd, which is refused"),
         (wrong(edge=np.array([["a", "b"]], dtype=object)),
-         "test.pt is not a file of tensors and arrays: "),
+         "test.pt is not a file of tensors and arrays: an array of .*O8', expected numbers"),
         (wrong(edge_neg=None), r"test.pt: expected arrays edge and edge_neg, or source_node, .*, "
                                r"got edge \[14, 2\], year \[14\], weight \[14\]"),
         (wrong(edge=np.ones((3, 2))), "test.pt: expected arrays edge and edge_neg"),

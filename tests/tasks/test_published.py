@@ -9,6 +9,7 @@ from urllib.error import URLError
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from torch_geometric.data import Data
 from torch_geometric.datasets import HeterophilousGraphDataset, KarateClub, Planetoid
@@ -119,7 +120,9 @@ def hostile(marker):
 def test_hostile_pickles_are_refused_by_name(graph_files, tmp_path, name):
     marker, folder = tmp_path / "it_ran", graph_files.write_planetoid(tmp_path / "raw")
     (folder / "ind.citeseer.graph").write_bytes(hostile(marker)[name])
-    with pytest.raises(UserError, match=rf"PlanetoidData reads names .*{name}, which is refused"):
+    with pytest.raises(
+        UserError, match=rf"ind.citeseer.graph .*: it names .*{name}, which is refused"
+    ):
         PlanetoidData(tmp_path, "CiteSeer").setup()
     assert not marker.exists()
 
@@ -131,14 +134,55 @@ def test_pickles_would_run_if_loaded_otherwise(tmp_path):
     assert marker.exists()
 
 
+def matrix_with(**changes):
+    matrix = scipy.sparse.csr_matrix(np.eye(5, dtype=np.float32))
+    vars(matrix).update({name: np.array(part) for name, part in changes.items()})
+    return matrix
+
+
+NO_FIT = "a sparse matrix whose parts do not fit together: "
+NOT_PLANETOIDS = [
+    (matrix_with(indices=[0, 1, 2, 3, 99]), NO_FIT),
+    (matrix_with(indices=[0, 1, 2, 3, -1]), NO_FIT),
+    (matrix_with(indptr=[0, 1, 2, 3, 4, 500]), NO_FIT),
+    (matrix_with(indptr=[0, 4, 2, 3, 4, 5]), NO_FIT),
+    (matrix_with(data=np.ones(3)), NO_FIT),
+    (np.array([{}], dtype=object), "expected numbers"),
+    (np.array(["text"]), "expected numbers"),
+    (np.zeros(2, [("a", "O")]), "expected numbers"),
+]
+# BUILD, of the class itself, with an attribute for it, which the next file would be read with
+OF_THE_CLASS = b"c%b\n(N}V__setstate__\ncbuiltins\nlist\nstb."
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "message"),
+    [
+        *(("allx", pickle.dumps(held, protocol=2), message) for held, message in NOT_PLANETOIDS),
+        *(("allx", OF_THE_CLASS % name, "") for name in (
+            b"numpy\nndarray", b"numpy\ndtype", b"scipy.sparse.csr\ncsr_matrix")),
+        ("allx", pickle.dumps(np.arange(100.0), protocol=2)[:30], ""),
+        ("graph", b"", ""),
+    ],
+)  # fmt: skip
+def test_files_that_would_crash_their_readers_are_named(
+    graph_files, tmp_path, part, content, message
+):
+    folder = graph_files.write_planetoid(tmp_path / "raw")
+    whole = (folder / f"ind.citeseer.{part}").read_bytes()
+    (folder / f"ind.citeseer.{part}").write_bytes(content)
+    named = rf"ind.citeseer.{part} is not a file of Planetoid: .*{message}"
+    with pytest.raises(UserError, match=named):
+        PlanetoidData(tmp_path, "CiteSeer").setup()
+    (folder / f"ind.citeseer.{part}").write_bytes(whole)
+    PlanetoidData(tmp_path, "CiteSeer").setup()
+
+
 @pytest.mark.parametrize(
     ("part", "content"),
     [
         ("graph", pickle.dumps({1: "text"}, protocol=2)),
         ("graph", pickle.dumps([1, 2], protocol=2)),
-        ("graph", b""),
-        ("allx", pickle.dumps(np.arange(100.0), protocol=2)[:30]),
-        ("allx", pickle.dumps(np.array(["text"]), protocol=2)),
         ("test.index", b"one"),
     ],
 )

@@ -38,7 +38,7 @@ def edges(count=1013):
 
 
 def pairs(nodes, edge_index):
-    """The some_edges in the numbers of the whole graph, sorted."""
+    """The edges in the numbers of the whole graph, sorted."""
     return sorted(map(tuple, nodes[edge_index].t().tolist()))
 
 
@@ -50,7 +50,7 @@ def test_all_neighbours_are_the_exact_subgraph(hops):
     subset, _, _, mask = k_hop_subgraph(seeds, hops, edge_index, num_nodes=NODES)
     assert sampled.nodes.sort().values.tolist() == subset.tolist()
     assert sampled.nodes.unique().numel() == sampled.nodes.numel()
-    # PyG also gives the some_edges into the nodes reached last, which no layer looks at.
+    # PyG also gives the edges into the nodes reached last, which no layer looks at.
     inner = k_hop_subgraph(seeds, max(hops - 1, 0), edge_index, num_nodes=NODES)[0]
     needed = mask & torch.isin(edge_index[1], inner) & (hops > 0)
     expected = sorted(map(tuple, edge_index[:, needed].t().tolist()))

@@ -18,6 +18,7 @@ from attnkit.tasks.graphs.datasets.edges import read_edges
 from attnkit.tasks.graphs.datasets.nodes import read_features, read_labels, read_mask
 from attnkit.tasks.graphs.datasets.part import Part, refuse_stand_in
 from attnkit.tasks.graphs.datasets.parts import Parts, part_of
+from attnkit.tasks.graphs.datasets.pickles import KNOWN, Array
 from attnkit.tasks.graphs.negative_pairs import HeldOut
 
 _SHARED = ("edge", "edge_neg")
@@ -200,9 +201,7 @@ def _load_saved(path: Path) -> Any:
         UserError: the file contains any other name, which the message gives, or is broken.
     """
     refuse_stand_in(path)
-    known: list[Any] = [np.dtype, np.ndarray, *{type(np.dtype(code)) for code in "?bhilqBHILQefd"}]
-    reconstruct = np.empty(0).__reduce__()[0]  # whose module has two names
-    known += [(reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+    known: list[Any] = [(found, name) for name, found in KNOWN.items() if name.startswith("numpy")]
     try:
         with torch.serialization.safe_globals(known):
             saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -217,5 +216,7 @@ def _load_saved(path: Path) -> Any:
         raise UserError(f"{path} is not a file of tensors and arrays: {why}") from error
     if not isinstance(saved, dict):
         return saved
-    is_array = {name for name, one in saved.items() if isinstance(one, np.ndarray)}
-    return {k: torch.from_numpy(one.copy()) if k in is_array else one for k, one in saved.items()}
+    return {
+        name: torch.from_numpy(one.array.copy()) if isinstance(one, Array) else one
+        for name, one in saved.items()
+    }

@@ -20,7 +20,7 @@ from attnkit.tasks.graphs.datasets.edges import read_edges
 from attnkit.tasks.graphs.datasets.nodes import read_features, read_labels
 from attnkit.tasks.graphs.datasets.part import Part, refuse_stand_in
 from attnkit.tasks.graphs.datasets.parts import Parts
-from attnkit.tasks.graphs.datasets.pyg import only_data
+from attnkit.tasks.graphs.datasets.pickles import check_pickle
 
 PARTS = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")  # x is a part of allx
 CORA = "aa20ed01dbb40a2ace87265c2f7bceb1429ff24adeb593d521cb10dd3646d72c"
@@ -75,6 +75,8 @@ class PlanetoidData(GraphDataModule):
         files = [folder / f"ind.{prefix}.{part}" for part in PARTS]
         for file in files:
             refuse_stand_in(file)
+            if file.name != f"ind.{prefix}.test.index":
+                check_pickle(file)
         digests = "".join(sha256(file.read_bytes()).hexdigest() for file in files)
         if prefix == "cora" and sha256(digests.encode()).hexdigest() != CORA:
             rank_zero_warn(
@@ -82,11 +84,9 @@ class PlanetoidData(GraphDataModule):
                 "comparable"
             )
         try:
-            with only_data("PlanetoidData"), catch_warnings():
+            with catch_warnings():
                 return read_planetoid_data(str(folder), prefix)
-        except UserError:
-            raise
-        except Exception as error:  # a broken pickle can raise anything
+        except Exception as error:  # parts that do not fit together can raise anything
             why = first_line(error, named=True)
             raise UserError(f"{folder}: the files cannot be read together: {why}") from error
 

@@ -1,11 +1,7 @@
 """Data modules of the data sets in torch_geometric, of one graph and of many."""
 
 import inspect
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +15,10 @@ from attnkit.core.operators.files import cache_folder
 from attnkit.lightning.errors import UserError, first_line
 from attnkit.tasks.graphs.base import SPLITS
 from attnkit.tasks.graphs.data import GraphDataModule
+from attnkit.tasks.graphs.datasets.pickles import only_data
 from attnkit.tasks.graphs.many_data import GraphsDataModule
 from attnkit.tasks.graphs.splits import random_masks
 
-# What pickles of numbers, lists and sparse matrices name. Nothing else may be looked up in a file,
-# since a pickle is a program that imports and calls what it names.
-_DATA = {
-    "numpy.dtype",
-    "numpy.ndarray",
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "scipy.sparse.csr.csr_matrix",
-    "scipy.sparse._csr.csr_matrix",
-    "_codecs.encode",
-    "collections.defaultdict",
-    *(f"{home}.{name}" for home in ("builtins", "__builtin__") for name in ("dict", "list", "int")),
-}
-_reader: ContextVar[str] = ContextVar("attnkit_pickle_reader", default="")
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -212,35 +195,3 @@ class PyGGraphsData(GraphsDataModule):
                 "learns its nodes"
             )
         return found
-
-
-@contextmanager
-def only_data(reader: str) -> Iterator[None]:
-    """Context in which unpickling anything but numbers and containers fails before it is run.
-
-    Python calls its audit hooks with every name that a pickle looks up. (Files that torch reads
-    with `weights_only=True` are checked by torch, without such a look-up.)
-
-    Args:
-        reader: the name of the code that reads, for the message.
-
-    Raises:
-        UserError: a pickle looks up another name, which the message gives.
-    """
-    _audit()
-    token = _reader.set(reader)
-    try:
-        yield
-    finally:
-        _reader.reset(token)
-
-
-@cache
-def _audit() -> None:
-    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "pickle.find_class" and (reader := _reader.get()):
-            name = ".".join(map(str, arguments))
-            if name not in _DATA:
-                raise UserError(f"data: a file that {reader} reads names {name}, which is refused")
-
-    sys.addaudithook(refuse)
