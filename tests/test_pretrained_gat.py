@@ -53,7 +53,7 @@ def test_a_tensor_more_is_refused(script):
 
 def test_its_table_and_what_it_saves(script, graph_files, tmp_path, capsys):
     """On made-up files of Cora: three equal rows, and a file of attnkit's network."""
-    graph_files.write_planetoid(tmp_path / "Cora" / "raw", "Cora")
+    graph_files.write_planetoid(tmp_path / "Cora" / "raw", "Cora", isolated=())
     width, classes = graph_files.WIDTH, graph_files.CLASSES
     state = random_state(width, classes=classes)
     torch.save({"state_dict": state, "test_acc": 0.822}, tmp_path / "theirs.pth")

@@ -214,3 +214,15 @@ def test_normalizers_of_the_block():
     with pytest.raises(ValueError, match="the beta of DeltaRule belongs to one input"):
         randomised(normalizer=attnkit.DeltaRule(torch.ones(1, 1, 3)))
     assert isinstance(randomised(normalizer=Hard(None)).normalizer, Hard)
+
+
+@pytest.mark.parametrize(("gate", "gates"), [("head", HEADS), ("elementwise", DIM)])
+def test_gates_multiply_what_the_block_without_them_projects(gate, gates):
+    block, tokens = randomised(gate=gate), some_tokens()
+    without, seen = randomised(), []
+    without.load_state_dict(block.state_dict(), strict=False)
+    for one in (block, without):
+        one.out_proj.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+        one(tokens)
+    gate_of = torch.sigmoid(tokens @ block.gate_proj.weight.T + block.gate_proj.bias)
+    torch.testing.assert_close(seen[0], seen[1] * gate_of.repeat_interleave(DIM // gates, -1))

@@ -245,10 +245,10 @@ def test_a_network_with_channel_attention_has_maps_of_the_image(loader, trainer,
 
 
 class Captions(lightning.LightningModule):
-    def __init__(self, decoder=attnkit.TransformerDecoder) -> None:
+    def __init__(self) -> None:
         super().__init__()
         encoder = attnkit.ViTEncoder((8, 12), dim=16, depth=1, num_heads=2, patch_size=2)
-        self.model = attnkit.Captioner(encoder, decoder(23, 7, dim=16))
+        self.model = attnkit.Captioner(encoder, attnkit.TransformerDecoder(23, 7, dim=16))
 
     def explained(self, batch):
         said = torch.tensor([[7, 9, END], [5, END, PAD]])
@@ -271,14 +271,6 @@ def test_captions(trainer, tmp_path):
     gap = sum(word.gap for word in words) / 5
     assert interpret.history["interpret_gap"] == [(1, pytest.approx(gap, abs=1e-6))]
     assert (tmp_path / "maps" / "epoch_001.png").exists()
-
-
-def test_an_lstm_has_its_attention(trainer, tmp_path):
-    module = Captions(attnkit.RecurrentDecoder)
-    interpret = Interpret(trust="none", folder=tmp_path / "maps")
-    loader = DataLoader([{"image": torch.rand(2, 3, 8, 12)}], batch_size=None)
-    trainer([interpret]).validate(module, loader, verbose=False)
-    assert interpret._look.method == "attention"
 
 
 def test_a_layer_of_a_captioner(trainer, tmp_path):

@@ -98,6 +98,14 @@ def test_arrows_are_as_wide_as_the_scale_says():
     assert patches["rank0"].zorder > patches["rank1"].zorder  # above all others
 
 
+def test_nodes_that_no_edge_leads_from_are_drawn_too():
+    """Where all nodes see each other, all edges count."""
+    every = torch.ones(8).bool()
+    ego = ego_graph(torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 2.0]), EDGES.flip(0), every, 0)
+    assert [node.number for node in ego.nodes] == list(range(6))
+    assert -1 in steps_to(0, EDGES.flip(0)).tolist()
+
+
 def test_colours_of_classes_agree_between_drawings_and_the_rest_is_named():
     assert class_colours([3, 1, 3, -1]) == {1: CLASS_COLOURS[1], 3: CLASS_COLOURS[3]}
     many = class_colours([40, 40, *range(30)])

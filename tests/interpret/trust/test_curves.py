@@ -162,6 +162,17 @@ def test_parity_with_torchcam(linear, images):
     assert areas == pytest.approx([summary["deletion_auc"], summary["insertion_auc"]], rel=1e-6)
 
 
+def test_what_the_model_was_it_is(vit, images):
+    vit.train()
+    before = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
+    state = torch.get_rng_state()
+    perturbation_curves(vit, images, 3, torch.ones(7, 3, 5), removal="mask")
+    assert vit.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in vit.state_dict().items())
+    assert all(parameter.grad is None for parameter in vit.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
 MAP = torch.rand(7, 3, 5)
 
 
