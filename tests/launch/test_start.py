@@ -64,8 +64,7 @@ def test_a_signal_is_acknowledged_at_once():
         "from attnkit.launch.processes.process import end_on_signals\n"
         "from attnkit.lightning.errors import StoppedBySignal\n"
         "end_on_signals(acknowledge=True)\n"
-        "print('ready', flush=True)\n"
-        "try:\n    time.sleep(60)\n"
+        "try:\n    print('ready', flush=True)\n    time.sleep(60)\n"
         "except StoppedBySignal:\n    input()\n"
     )
     pipe = subprocess.PIPE
