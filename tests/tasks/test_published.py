@@ -140,7 +140,7 @@ def matrix_with(**changes):
     return matrix
 
 
-NO_FIT = "a sparse matrix whose parts do not fit together: "
+NO_FIT = "a sparse matrix whose parts do not fit together"
 NOT_PLANETOIDS = [
     (matrix_with(indices=[0, 1, 2, 3, 99]), NO_FIT),
     (matrix_with(indices=[0, 1, 2, 3, -1]), NO_FIT),
