@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attnkit.checks.doctor import doctor
     from attnkit.checks.run import assert_attention, check_attention
     from attnkit.core import masks, normalizers, positions, scores
-    from attnkit.core.attend import attend, attention_weights
+    from attnkit.core.attend import attend
     from attnkit.core.cache import KeyValueCache
     from attnkit.core.capture.logits import record_logits
     from attnkit.core.capture.watch import capture_attention
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from attnkit.core.scores import learned as learned_scores
     from attnkit.core.scores.additive import Additive
     from attnkit.core.scores.kinds import Cosine, Gaussian, General, ScaledDot
+    from attnkit.core.weights import attention_weights
     from attnkit.interpret.diagnosis import diagnose_attention
     from attnkit.interpret.explain import explain
     from attnkit.interpret.explanation import Explanation

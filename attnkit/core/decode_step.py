@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import floating
-from attnkit.core.attend import LISTENERS, Seen, notify, without_listeners
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.inputs import check_inputs
 from attnkit.core.kernels.record import note_kernel
+from attnkit.core.listeners import LISTENERS, Seen, notify, without_listeners
 from attnkit.core.multihead import MultiHeadAttention, Positions
 from attnkit.core.normalizers import Softmax
 from attnkit.core.operators.precision import EXACT

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, choice, divides, in_a_line, not_nested, share
-from attnkit.core.attend import Indices, attend, attention_weights
+from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.masks.base import Mask
@@ -15,6 +15,7 @@ from attnkit.core.normalizers import LearnedDeltaRule, Normalizer, Softmax, lear
 from attnkit.core.operators.precision import no_autocast
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import learned_score
+from attnkit.core.weights import Indices, attention_weights
 
 
 def reset_linear(layer: nn.Linear) -> None:

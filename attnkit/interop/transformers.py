@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.attend import LISTENERS, attend, attention_weights
+from attnkit.core.attend import attend
 from attnkit.core.contexts import Opened, uncompiled
 from attnkit.core.kernels.record import record_backends
+from attnkit.core.listeners import LISTENERS
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Causal, Packed
 from attnkit.core.scores.kinds import ScaledDot
+from attnkit.core.weights import attention_weights
 from attnkit.interop.transformers_masks import MaskMaker, MaskTensor
 
 NAME = "attnkit"

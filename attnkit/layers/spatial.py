@@ -9,12 +9,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attnkit.core.arguments import at_least, choice, divides
-from attnkit.core.attend import Indices, attend, attention_weights
+from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.masks.edges import Edges
 from attnkit.core.masks.grids import Window2d
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.scores.kinds import Score
+from attnkit.core.weights import Indices, attention_weights
 from attnkit.layers.maps import (
     Maps,
     Residual,

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, share
-from attnkit.core.attend import Indices, as_indices, attend
+from attnkit.core.attend import attend
 from attnkit.core.masks.edges import Edges
 from attnkit.core.multihead import reset_linear
+from attnkit.core.weights import Indices, as_indices
 from attnkit.layers.graph.blocks import SparseLinear
 from attnkit.layers.graph.inputs import as_edges
 from attnkit.models.graph_model import GraphModel, Pool, ReadOut

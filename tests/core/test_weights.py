@@ -6,7 +6,7 @@ from support import Largest
 
 import attnkit
 from attnkit import Causal, MultiHeadAttention, Padding, attention_weights
-from attnkit.core import attend as attend_module
+from attnkit.core import weights as weights_module
 
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 6, 5, 7, 8
 
@@ -26,7 +26,7 @@ def expected_weights(query, key, mask, bias):
 @pytest.mark.parametrize("heads", [None, 5, [4, 0, 1], slice(None, 2)], ids=str)
 @pytest.mark.parametrize("block", [1, 2**24])
 def test_rows_and_heads(query_key, rows, heads, block, monkeypatch):
-    monkeypatch.setattr(attend_module, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(weights_module, "BLOCK_ELEMENTS", block)
     query, key = query_key
     mask = Causal("bottom_right") & Padding(torch.tensor([KEYS, 0]))
     bias = torch.randn(HEADS, QUERIES, KEYS)

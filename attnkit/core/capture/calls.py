@@ -7,11 +7,11 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from attnkit.core.attend import Indices, as_indices, of_heads, row_blocks, weights_of_rows
 from attnkit.core.inputs import Inputs
 from attnkit.core.kernels.edges.edges import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
 from attnkit.core.operators.precision import no_autocast, wide
+from attnkit.core.weights import Indices, as_indices, of_heads, row_blocks, weights_of_rows
 
 PROPAGATED_ELEMENTS = 2**21  # scores of a block; a step holds several copies of them
 

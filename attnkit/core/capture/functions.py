@@ -19,7 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnkit.core.attend import (
+from attnkit.core.capture.calls import AttentionCall
+from attnkit.core.inputs import Inputs, check_inputs
+from attnkit.core.kernels.record import note_kernel
+from attnkit.core.listeners import (
     LISTENERS,
     Seen,
     is_recomputed,
@@ -27,9 +30,6 @@ from attnkit.core.attend import (
     notify_missed,
     without_listeners,
 )
-from attnkit.core.capture.calls import AttentionCall
-from attnkit.core.inputs import Inputs, check_inputs
-from attnkit.core.kernels.record import note_kernel
 from attnkit.core.masks.base import Mask, as_mask
 from attnkit.core.masks.sequences import Causal, Padding
 from attnkit.core.running import interface_handled

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.attend import Seen
 from attnkit.core.capture.watch import listening
 from attnkit.core.inputs import Inputs, in_high_precision
 from attnkit.core.kernels.recompute import in_blocks
 from attnkit.core.kernels.reference import scores_of_edges
+from attnkit.core.listeners import Seen
 from attnkit.core.masks.edges import Edges
 from attnkit.core.normalizers import Hard, Softmax, masked_scores
 from attnkit.core.operators.precision import no_autocast

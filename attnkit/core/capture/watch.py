@@ -7,21 +7,14 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.attend import (
-    LISTENERS,
-    Indices,
-    Listener,
-    Seen,
-    is_recomputed,
-    of_edges,
-    without_listeners,
-)
 from attnkit.core.capture.calls import AttentionCall, Call, edge_call, is_of_edges
 from attnkit.core.capture.functions import FunctionTap, watch_interface
 from attnkit.core.capture.pyg import attention_convolutions, watch_convolutions
 from attnkit.core.contexts import uncompiled
+from attnkit.core.listeners import LISTENERS, Listener, Seen, is_recomputed, without_listeners
 from attnkit.core.multihead import MultiHeadAttention
 from attnkit.core.running import RunningModules, functions_handled, module_name
+from attnkit.core.weights import Indices, of_edges
 
 Layers = int | str | Sequence[int | str] | None
 """Positions or names (`*` matches anything); None for all."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnkit.core.attend import row_blocks
 from attnkit.core.capture.calls import PROPAGATED_ELEMENTS, AttentionCall
+from attnkit.core.weights import row_blocks
 from attnkit.interpret.methods.hooks import module_runs
 from attnkit.interpret.methods.question import Question
 from attnkit.interpret.methods.tokens import Step, watch

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from attnkit.core.arguments import at_least, share
-from attnkit.core.attend import Indices, attend, of_edges
+from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.edges import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures, Edges, in_callers_order
@@ -17,6 +17,7 @@ from attnkit.core.operators.cpu import dropout as drop
 from attnkit.core.operators.sparse import products_of
 from attnkit.core.scores.kinds import Score
 from attnkit.core.scores.learned import ScoreName
+from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.heads import (
     GATHeads,
     GATv2Heads,

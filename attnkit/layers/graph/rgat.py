@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnkit.core.arguments import at_least, choice, divides
-from attnkit.core.attend import Indices, of_edges
 from attnkit.core.masks.edges import EdgeFeatures, Edges
 from attnkit.core.multihead import matrix_of
+from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.inputs import check_features
 from attnkit.layers.graph.typed_attention import Heads, TypedAttention
 from attnkit.layers.graph.typed_edges import (

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 from attnkit.core.arguments import at_least, choice, divides, share
-from attnkit.core.attend import Indices, attend, of_edges
+from attnkit.core.attend import attend
 from attnkit.core.kernels.choose import named_backend
 from attnkit.core.kernels.edges.edges import edge_weights
 from attnkit.core.masks.edges import EdgeFeatures
@@ -17,6 +17,7 @@ from attnkit.core.multihead import reset_linear
 from attnkit.core.operators.sparse import products_of
 from attnkit.core.scores.additive import Additive
 from attnkit.core.scores.kinds import Score
+from attnkit.core.weights import Indices, of_edges
 from attnkit.layers.graph.heads import each_at_its_head
 from attnkit.layers.graph.typed_edges import (
     AttentionMechanism,

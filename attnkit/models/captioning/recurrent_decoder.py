@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnkit.core.arguments import at_least, choice, share
-from attnkit.core.attend import Indices, attend, attention_weights
+from attnkit.core.attend import attend
 from attnkit.core.cache import KeyValueCache
 from attnkit.core.kernels.hard import record_draws
 from attnkit.core.masks.sequences import Padding
@@ -17,6 +17,7 @@ from attnkit.core.normalizers import Hard, Normalizer, as_normalizer
 from attnkit.core.running import undone_on_error
 from attnkit.core.scores.kinds import SCORES, General, Score
 from attnkit.core.scores.learned import AdditiveScore
+from attnkit.core.weights import Indices, attention_weights
 from attnkit.models.captioning.word_decoder import (
     PAD,
     Logits,
