@@ -1,5 +1,7 @@
 """Graphs of every kind, of 13 sources and 11 targets, and numbers and scores to attend with."""
 
+from functools import partial
+
 import torch
 
 import attnkit
@@ -13,9 +15,9 @@ SCORES = {
     "cosine": (13, lambda scale: Cosine(scale.abs() + 1), [(HEADS,)]),
     "gaussian": (5, lambda width: Gaussian(width.abs() + 1), [(HEADS,)]),
     "tanh": (5, Additive, [(HEADS, 5)]),
-    "gatv2": (17, lambda vector: Additive(vector, "leaky_relu", 0.3), [(HEADS, 17)]),
-    "relu": (5, lambda vector: Additive(vector, "leaky_relu", 0.0), [(5,)]),
-    "gat": (1, lambda vector: Additive(vector, "leaky_relu", 0.2), [(HEADS, 1)]),
+    "gatv2": (17, partial(Additive, activation="leaky_relu", negative_slope=0.3), [(HEADS, 17)]),
+    "relu": (5, partial(Additive, activation="leaky_relu", negative_slope=0.0), [(5,)]),
+    "gat": (1, partial(Additive, activation="leaky_relu", negative_slope=0.2), [(HEADS, 1)]),
     "softcap": (5, lambda: attnkit.ScaledDot(softcap=1.0), []),
 }
 
