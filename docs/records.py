@@ -82,8 +82,9 @@ AGAIN = """\
 
 `run=reproduce reproduce.minutes=60`, 2026-11-27, one thread of two cores (Intel Xeon, AVX-512),
 torch 2.14.1, beside other processes. It chose 27 records, of 43 minutes on the machines of their
-figures. The hour ended after 16; ten more were run on the same day by name, and `scenes` was
-not. Each figure is compared with the published one, or with ours if nothing was published. The rows are in `docs/reproduced.csv`.
+figures. The hour ended after 16; ten more were run on the same day by name, and `scenes` was not.
+Each figure is compared with the published one, or with ours if nothing was published. The rows are
+in `docs/reproduced.csv`.
 """
 
 NUMBERS = {"published", "ours", "runs", "time"}
